@@ -1,0 +1,48 @@
+"""What every program of scripts/ has in common: its parser, its --params, and how it ends."""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from eaglet.errors import EagletError
+
+
+def parser(description: str | None, *, params: str | None = None) -> argparse.ArgumentParser:
+    """An argparse parser with `--provenance FILE` and, if `params` describes it, a required `--params JSON`."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if params:
+        made.add_argument("--params", type=json_object, required=True, metavar="JSON", help=params)
+    made.add_argument("--provenance", metavar="FILE", help="where to say what was done, from what; not written if absent")
+    return made
+
+
+def json_object(text: str) -> dict:
+    """For argparse: a JSON object given as text."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def run(main: Callable[[Sequence[str] | None], int | None]) -> None:
+    """Run `main` and end the process: an `EagletError` becomes one message on stderr and its exit status.
+
+    SIGTERM ends the program as Ctrl-C does, so that `finally` blocks and context managers run.
+    """
+
+    def terminate(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        sys.exit(main(None))
+    except EagletError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        sys.exit(130)
