@@ -1,0 +1,189 @@
+"""From messages to the ids that the model reads: the tokenizer's own `apply_chat_template`, and nothing beside it.
+
+What a template disagrees with others about is decided here by trial: whether the arguments of an earlier tool call
+are an object or a string.  This module loads the tokenizer only, never a model, and does not know what a turn's
+markers mean.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jinja2
+
+from eaglet.errors import RecordError, TargetError
+from eaglet.targets import Target
+
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "eaglet_probe",
+        "description": "Looks something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"eaglet_key": {"type": "string", "description": "What to look up."}},
+            "required": ["eaglet_key"],
+        },
+    },
+}
+PROBE_ARGUMENTS = {"eaglet_key": "eaglet value"}
+
+
+class Renderer:
+    """Renders conversations for one target.
+
+    `messages` are dicts {role, content, …} of the OpenAI form; `tools` are {"type": "function", "function": schema};
+    `template_arguments` are added to the target's own.
+    """
+
+    def __init__(self, target: Target):
+        self.target = target
+        self.tokenizer = target.tokenizer()
+        if not self.tokenizer.chat_template and not _renders_by_code(self.tokenizer):
+            raise TargetError(
+                f"target.model: the tokenizer of {target.model} has no chat template; name one in target.chat_template"
+            )
+
+    def prompt_ids(
+        self,
+        messages: Sequence[Mapping],
+        tools: Sequence[Mapping] | None = None,
+        template_arguments: Mapping | None = None,
+    ) -> list[int]:
+        """The prompt with its generation prompt.  Raises RecordError when the template refuses the conversation."""
+        return self.render(messages, tools, template_arguments, tokenize=True)
+
+    def prompt_text(
+        self,
+        messages: Sequence[Mapping],
+        tools: Sequence[Mapping] | None = None,
+        template_arguments: Mapping | None = None,
+    ) -> str:
+        """The text that `prompt_ids` tokenizes."""
+        return self.render(messages, tools, template_arguments, tokenize=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens kept, no space cleaned up: for people, never to be tokenized again."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def render(
+        self,
+        messages: Sequence[Mapping],
+        tools: Sequence[Mapping] | None = None,
+        template_arguments: Mapping | None = None,
+        *,
+        tokenize: bool,
+        generation_prompt: bool = True,
+    ) -> Any:
+        """`prompt_ids` or `prompt_text`, with or without the generation prompt."""
+        return self._apply(self.adapted(messages), tools, template_arguments, tokenize, generation_prompt)
+
+    def adapted(self, messages: Sequence[Mapping]) -> list[dict]:
+        """The messages with the arguments of earlier tool calls in the form that the template takes.
+
+        Raises RecordError when arguments given as a string are no JSON object and the template wants one.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return [dict(message) for message in messages]
+        as_object = self.tool_arguments != "string"
+        return [_with_arguments(message, as_object) for message in messages]
+
+    @cached_property
+    def tool_arguments(self) -> str | None:
+        """`object` or `string`: the form in which the template writes an earlier call's arguments as one JSON object.
+
+        Found by rendering the same call both ways; where both do, `object`, which is what inference servers pass.
+        None when the template writes arguments in neither form.
+        """
+        for form in ("object", "string"):
+            try:
+                text = self._apply(probe_call(form == "object"), [PROBE_TOOL], None, False, False)
+            except RecordError:
+                continue
+            if _holds_json(text, PROBE_ARGUMENTS) or (form == "object" and _holds_parts(text)):
+                return form
+        return None
+
+    def _apply(
+        self,
+        messages: Sequence[Mapping],
+        tools: Sequence | None,
+        arguments: Mapping | None,
+        tokenize: bool,
+        prompt: bool,
+    ) -> Any:
+        merged = {**self.target.template_arguments, **(arguments or {})}
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=prompt,
+                tokenize=tokenize,
+                **merged,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RecordError(
+                f"the chat template of {self.target.model} refuses a conversation of roles "
+                f"{', '.join(str(m.get('role')) for m in messages)}: {error}"
+            ) from error
+        if isinstance(rendered, Mapping):
+            rendered = rendered["input_ids"]
+        return [int(i) for i in rendered] if tokenize else rendered
+
+
+def probe_call(as_object: bool) -> list[dict]:
+    """A conversation in which one earlier turn calls `PROBE_TOOL` and is answered."""
+    call = {"id": "call_0", "type": "function", "function": {"name": "eaglet_probe", "arguments": PROBE_ARGUMENTS}}
+    return [
+        {"role": "user", "content": "eaglet question"},
+        _with_arguments({"role": "assistant", "content": "", "tool_calls": [call]}, as_object),
+        {"role": "tool", "tool_call_id": "call_0", "name": "eaglet_probe", "content": "eaglet result"},
+    ]
+
+
+def _with_arguments(message: Mapping, as_object: bool) -> dict:
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        arguments = function.get("arguments", {})
+        if as_object and isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError as error:
+                raise RecordError(
+                    f"an earlier tool call's arguments are not JSON ({error}): {arguments[:80]!r}"
+                ) from error
+        elif not as_object and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def _holds_json(text: str, value: Mapping) -> bool:
+    """Whether the text holds `value` as a JSON object that is not itself inside a JSON string."""
+    decoder, start = json.JSONDecoder(), text.find("{")
+    while start >= 0:
+        try:
+            found, _ = decoder.raw_decode(text, start)
+        except ValueError:
+            found = None
+        if found == value or (isinstance(found, dict) and value in found.values()):
+            return True
+        start = text.find("{", start + 1)
+    return False
+
+
+def _holds_parts(text: str) -> bool:
+    """Whether key and value stand in the text as parts of their own (templates that write arguments as XML)."""
+    (key, value), *_ = PROBE_ARGUMENTS.items()
+    return key in text and value in text and f"'{key}'" not in text and f'\\"{key}' not in text
+
+
+def _renders_by_code(tokenizer: Any) -> bool:
+    """Whether the tokenizer's class renders with code of its own (Kimi's does, for tools)."""
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
