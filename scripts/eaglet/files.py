@@ -30,9 +30,13 @@ def write_text(path: str | Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_json(path: str | Path, value: Any) -> None:
+def json_bytes(value: Any) -> bytes:
     """Indented JSON for people, keys in the order given, with a final line break."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    write_bytes(path, json_bytes(value))
 
 
 def read_json(path: str | Path) -> Any:
