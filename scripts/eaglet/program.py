@@ -2,11 +2,16 @@
 
 import argparse
 import json
+import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from eaglet.errors import EagletError
+
+WORKFLOW_PID = "EAGLET_WORKFLOW_PID"  # set by the Snakefile: the Snakemake process that this program works for
 
 
 def parser(description: str | None, *, params: str | None = None) -> argparse.ArgumentParser:
@@ -32,13 +37,16 @@ def json_object(text: str) -> dict:
 def run(main: Callable[[Sequence[str] | None], int | None]) -> None:
     """Run `main` and end the process: an `EagletError` becomes one message on stderr and its exit status.
 
-    SIGTERM ends the program as Ctrl-C does, so that `finally` blocks and context managers run.
+    SIGTERM ends the program as Ctrl-C does, so that `finally` blocks and context managers run.  So does the end of
+    the workflow: Snakemake killed outright tells its jobs nothing, and none may be left behind.
     """
 
     def terminate(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, terminate)
+    if pid := os.environ.get(WORKFLOW_PID):
+        end_with(int(pid))
     try:
         sys.exit(main(None))
     except EagletError as error:
@@ -46,3 +54,18 @@ def run(main: Callable[[Sequence[str] | None], int | None]) -> None:
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def end_with(pid: int) -> None:
+    """Send this process SIGTERM when the process `pid` ends, whatever ended it."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+
+    def wait() -> None:
+        select.select([descriptor], [], [])  # a pidfd is readable once its process has ended
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="workflow watch", daemon=True).start()

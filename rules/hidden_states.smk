@@ -1,0 +1,39 @@
+"""hidden_states: what the drafter reads, the target's three auxiliary layers and its last, for every token."""
+
+
+rule hidden_states:
+    """Rows are stored under their content in results/store/hidden/; a shard whose rows are all there loads no model."""
+    input:
+        code=code("hidden_states"),
+        shard=results("shards/shard-{shard}.parquet"),
+        turn_format=results("target/turn_format.json"),
+    output:
+        index=results("hidden/shard-{shard}.index.parquet"),
+        report=results("hidden/shard-{shard}.report.json"),
+        provenance=results("provenance/hidden_states/shard-{shard}.json"),
+    log:
+        results("logs/hidden_states/shard-{shard}.log"),
+    benchmark:
+        results("benchmarks/hidden_states/shard-{shard}.jsonl")
+    conda:
+        "../envs/workflow.yaml"
+    threads: cfg["resources"]["threads"]
+    resources:
+        hidden_tuning=part("hidden_states", "batch_tokens"),
+        gpu=GPUS,
+    params:
+        hidden_states=without("hidden_states", "batch_tokens"),
+        store=STORE,
+    shell:
+        """
+        python scripts/hidden_states.py \
+            --shard {input.shard:q} \
+            --turn-format {input.turn_format:q} \
+            --params {params.hidden_states:q} \
+            --tuning {resources.hidden_tuning:q} \
+            --store {params.store:q} \
+            --index {output.index:q} \
+            --report {output.report:q} \
+            --provenance {output.provenance:q} \
+            2>&1 | tee {log:q}
+        """

@@ -1,0 +1,45 @@
+"""train: the EAGLE-3 drafter, from the shards and the stored hidden states."""
+
+
+rule train:
+    """Resumes from a checkpoint in results/store/checkpoints/ when it was stopped."""
+    input:
+        code=code("train"),
+        manifest=results("shards/manifest.json"),
+        shards=expand(results("shards/shard-{shard}.parquet"), shard=SHARDS),
+        indexes=expand(results("hidden/shard-{shard}.index.parquet"), shard=SHARDS),
+        turn_format=results("target/turn_format.json"),
+    output:
+        config=results("drafter/config.json"),
+        weights=results("drafter/model.safetensors"),
+        log=results("drafter/log.jsonl"),
+        report=results("drafter/report.json"),
+        provenance=results("provenance/train/train.json"),
+    log:
+        results("logs/train.log"),
+    benchmark:
+        results("benchmarks/train.jsonl")
+    conda:
+        "../envs/workflow.yaml"
+    threads: cfg["resources"]["threads"]
+    resources:
+        train_tuning=part("drafter", "checkpoint_every"),
+        gpu=GPUS,
+    params:
+        drafter=without("drafter", "checkpoint_every"),
+        store=STORE,
+        folder=subpath(output.config, parent=True),
+    shell:
+        """
+        python scripts/train.py \
+            --manifest {input.manifest:q} \
+            --shards {input.shards:q} \
+            --indexes {input.indexes:q} \
+            --turn-format {input.turn_format:q} \
+            --params {params.drafter:q} \
+            --tuning {resources.train_tuning:q} \
+            --store {params.store:q} \
+            --output {params.folder:q} \
+            --provenance {output.provenance:q} \
+            2>&1 | tee {log:q}
+        """
