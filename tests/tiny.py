@@ -4,6 +4,7 @@ Its generation prompt ends with the one-token `<think>`; `</think>`, `<|im_start
 token each.  Everything is seeded, so two builds are byte-identical.
 """
 
+import random
 from pathlib import Path
 
 import torch
@@ -88,4 +89,39 @@ def build_tiny_target(folder: str | Path, *, thinking: bool = True, seed: int = 
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build_taught_target(folder: str | Path, *, steps: int = 120, seed: int = 0) -> Path:
+    """The tiny target after a few seconds of training: most answers are reasoning, `</think>`, answer, `<|im_end|>`.
+
+    It learns from rendered prompts followed by random words, so it knows the shape of a turn and nothing else.
+    """
+    folder = build_tiny_target(folder, seed=seed)
+    tokenizer = build_tiny_tokenizer()
+    model = LlamaForCausalLM.from_pretrained(folder)
+    draw = random.Random(seed)
+    words = TEXT.replace("{", "").replace("}", "").split()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        rows = []
+        for _ in range(16):
+            question = " ".join(draw.choices(words, k=draw.randint(2, 8)))
+            messages = [{"role": "user", "content": question}]
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            parts = [" ".join(draw.choices(words, k=draw.randint(1, 3))) for _ in range(2)]
+            turn = tokenizer.encode(f"{parts[0]}</think>{parts[1]}<|im_end|>")
+            rows.append((tokenizer.encode(prompt), turn))
+        width = max(len(prompt) + len(turn) for prompt, turn in rows)
+        ids = torch.full((len(rows), width), tokenizer.pad_token_id)
+        labels = torch.full((len(rows), width), -100)
+        for i, (prompt, turn) in enumerate(rows):
+            ids[i, : len(prompt) + len(turn)] = torch.tensor(prompt + turn)
+            labels[i, len(prompt) : len(prompt) + len(turn)] = torch.tensor(turn)
+        loss = model(input_ids=ids, labels=labels).loss  # right padding: a causal model needs no mask for it
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
     return folder
