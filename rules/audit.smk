@@ -27,7 +27,7 @@ rule audit:
     conda:
         "../envs/workflow.yaml"
     params:
-        config=as_json(cfg),
+        config=fixed(cfg),
         run=subpath(output.lineage, ancestor=2),
         folder=subpath(output.lineage, parent=True),
     shell:

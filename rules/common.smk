@@ -56,14 +56,19 @@ def as_json(value):
     return json.dumps(value, sort_keys=True)
 
 
-def part(section, *keys):
-    """Some keys of a section of the config, as JSON: a rule is given only what it uses."""
-    return as_json({key: cfg[section][key] for key in keys})
+def fixed(value):
+    """`value` as JSON for params: a function, because Snakemake would take `{name}` in a string for a wildcard."""
+    return lambda wildcards: as_json(value)
+
+
+def only(section, *keys):
+    """Some keys of a section of the config: a rule is given only what it uses."""
+    return {key: cfg[section][key] for key in keys}
 
 
 def without(section, *keys):
-    """A section of the config less some keys, as JSON."""
-    return as_json({key: value for key, value in cfg[section].items() if key not in keys})
+    """A section of the config less some keys."""
+    return {key: value for key, value in cfg[section].items() if key not in keys}
 
 
 def target_folder():

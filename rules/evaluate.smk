@@ -29,7 +29,7 @@ rule evaluate:
     resources:
         gpu=GPUS,
     params:
-        evaluation=as_json({**cfg["evaluation"], "seed": cfg["drafter"]["seed"]}),
+        evaluation=fixed({**cfg["evaluation"], "seed": cfg["drafter"]["seed"]}),
         drafter=subpath(input.drafter[0], parent=True),
         folder=subpath(output.acceptance, parent=True),
     shell:

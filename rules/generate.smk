@@ -20,7 +20,7 @@ rule generate:
         "../envs/workflow.yaml"
     threads: cfg["resources"]["threads"]
     resources:
-        client_tuning=part("server", *CLIENT_TUNING),
+        client_tuning=as_json(only("server", *CLIENT_TUNING)),
     params:
         generate=generate_params,
         store=STORE,

@@ -19,10 +19,10 @@ rule hidden_states:
         "../envs/workflow.yaml"
     threads: cfg["resources"]["threads"]
     resources:
-        hidden_tuning=part("hidden_states", "batch_tokens"),
+        hidden_tuning=as_json(only("hidden_states", "batch_tokens")),
         gpu=GPUS,
     params:
-        hidden_states=without("hidden_states", "batch_tokens"),
+        hidden_states=fixed(without("hidden_states", "batch_tokens")),
         store=STORE,
     shell:
         """

@@ -15,7 +15,7 @@ rule merge:
     conda:
         "../envs/workflow.yaml"
     params:
-        merge=as_json({"shards": cfg["shards"], "heldout": cfg["heldout"]}),
+        merge=fixed({"shards": cfg["shards"], "heldout": cfg["heldout"]}),
         folder=subpath(output.manifest, parent=True),
     shell:
         """

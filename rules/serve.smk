@@ -15,10 +15,10 @@ if not cfg["server"]["url"]:
             "../envs/workflow.yaml"
         threads: 0
         resources:
-            serve_tuning=part("server", *SERVER_TUNING),
+            serve_tuning=as_json(only("server", *SERVER_TUNING)),
             gpu=GPUS,
         params:
-            server=part("server", *SERVER_SEMANTICS),
+            server=fixed(only("server", *SERVER_SEMANTICS)),
         shell:
             """
             exec python scripts/serve.py hold \

@@ -18,7 +18,7 @@ if EMBEDDED:
             "../envs/workflow.yaml"
         threads: cfg["resources"]["threads"]
         params:
-            target=part("target", "model"),
+            target=fixed(only("target", "model")),
             store=STORE,
         shell:
             """
@@ -44,7 +44,7 @@ rule turn_format:
     conda:
         "../envs/workflow.yaml"
     params:
-        target=as_json({**cfg["target"], "model": target_folder()}),
+        target=fixed({**cfg["target"], "model": target_folder()}),
     shell:
         """
         python scripts/target.py turn-format \

@@ -23,10 +23,10 @@ rule train:
         "../envs/workflow.yaml"
     threads: cfg["resources"]["threads"]
     resources:
-        train_tuning=part("drafter", "checkpoint_every"),
+        train_tuning=as_json(only("drafter", "checkpoint_every")),
         gpu=GPUS,
     params:
-        drafter=without("drafter", "checkpoint_every"),
+        drafter=fixed(without("drafter", "checkpoint_every")),
         store=STORE,
         folder=subpath(output.config, parent=True),
     shell:

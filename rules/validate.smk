@@ -18,7 +18,7 @@ rule validate:
     conda:
         "../envs/workflow.yaml"
     params:
-        validation=as_json(cfg["validation"]),
+        validation=fixed(cfg["validation"]),
     shell:
         """
         python scripts/validate.py \
