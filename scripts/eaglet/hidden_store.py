@@ -46,7 +46,7 @@ class HiddenRow:
     token_ids: torch.Tensor  # int32 [T]
     aux: torch.Tensor  # [T, 3H], the inputs of the three layers side by side, in the order of metadata["layers"]
     last: torch.Tensor  # [T, H]
-    metadata: dict  # fingerprint, layers, dtype, last, data_sha256
+    metadata: dict  # fingerprint, layers, dtype, last, data_sha256, and what the writer added
 
 
 def bytes_per_token(hidden_size: int, dtype: str) -> int:
@@ -82,19 +82,14 @@ class HiddenStore:
         """Store one row; returns the SHA-256 of the file.
 
         `aux` [T, 3H] and `last` [T, H] may have any floating dtype; they are stored as metadata["dtype"].
-        metadata: fingerprint (of the target), layers, dtype.  Raises StoreError where the key does not belong to them.
+        metadata: fingerprint (of the target), layers, dtype, and whatever else the reader shall find.  Raises StoreError
+        where the key does not belong to the first three and the tokens.
         """
         token_ids = torch.as_tensor(token_ids, dtype=torch.int32)
         _check_shapes(key, token_ids, aux, last)
         dtype = metadata["dtype"]
         tensors = {"token_ids": token_ids, **_encode("aux", aux, dtype, AUX_LAYERS), **_encode("last", last, dtype, 1)}
-        described = {
-            "fingerprint": metadata["fingerprint"],
-            "layers": list(metadata["layers"]),
-            "dtype": dtype,
-            "last": NORM,
-            "data_sha256": _tensors_sha256(tensors),
-        }
+        described = {**metadata, "last": NORM, "data_sha256": _tensors_sha256(tensors)}
         _check_key(key, described, token_ids, self.path(key))
         # One metadata entry: safetensors writes several in no fixed order.
         data = save(tensors, {"eaglet": canonical_json(described).decode()})
@@ -108,6 +103,10 @@ class HiddenStore:
         return HiddenRow(
             tensors["token_ids"], _decode("aux", tensors, dtype), _decode("last", tensors, dtype), metadata
         )
+
+    def metadata(self, key: str) -> dict:
+        """The metadata under `key`, without the tensors' values."""
+        return self._load(key)[1]
 
     def verify(self, key: str) -> None:
         """Recompute the tensors' digest and the key.  Raises StoreError with what was found and expected."""

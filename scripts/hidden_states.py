@@ -1,0 +1,248 @@
+"""Stage hidden_states: what the target computes for every token of one shard, captured once and kept in the store.
+
+Each row's states lie in the store under a key of the target, the layers, the dtype and the row's tokens; the index lists
+the keys in the shard's order.  Only rows that the store lacks are captured; if it lacks none, no model is loaded.
+"""
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eaglet import program
+from eaglet.digests import file_sha256, hidden_key
+from eaglet.errors import StoreError, TargetError
+from eaglet.files import write_json
+from eaglet.forward import HiddenForward, auxiliary_layers
+from eaglet.hidden_store import HiddenStore, bytes_per_token
+from eaglet.progress import progress
+from eaglet.provenance import recorded
+from eaglet.records import RecordWriter, iter_rows
+from eaglet.turn_format import TurnFormat
+
+CHECKED_POSITIONS = 32  # of each row, where the written token is compared with the target's most likely one
+GREEDY_SHARE = 0.9  # of them must agree where sampling was greedy; a server in bfloat16 turns some near ties around
+SPARE_BYTES = 1 << 30  # of the disk that a capture leaves free
+PENDING_WRITES = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the shard, and its key."""
+
+    sample_id: str
+    key: str
+    token_ids: list[int]  # prompt and output
+    prompt_tokens: int
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    turn_format = TurnFormat.load(options.turn_format)
+    dtype = options.params.get("dtype", "bfloat16")
+    layers = auxiliary_layers(turn_format.num_layers, options.params.get("layers", "auto"))
+    described = {"fingerprint": turn_format.fingerprint, "layers": layers, "dtype": dtype}
+    with recorded(
+        options.provenance,
+        stage="hidden_states",
+        name=Path(options.shard).stem,
+        params=options.params,
+        inputs={"shard": options.shard, "turn_format": options.turn_format},
+        outputs={"index": options.index, "report": options.report},
+    ) as job:
+        store = HiddenStore(Path(options.store) / "hidden")
+        rows = list(read_rows(options.shard, described))
+        digests, damaged = stored_digests(store, rows)
+        missing = list({row.key: row for row in rows if row.key not in digests}.values())
+        if missing:
+            refuse_without_room(store, missing, turn_format.hidden_size, dtype)
+            forward = _load(turn_format, layers, options.tuning.get("batch_tokens"))
+            digests |= capture(forward, store, missing, described)
+        write_index(options.index, rows, digests, {**described, "hidden_size": turn_format.hidden_size})
+        report = summary(store, rows, described, turn_format.hidden_size)
+        refuse_other_tokens(options.shard, report["argmax"], options.tuning.get("temperature"))
+        write_json(options.report, report)
+        job.count(len(rows), len(rows))
+        job.facts.update(captured=len(missing), damaged=damaged, stored_before=len(rows) - len(missing))
+
+
+def _parser():
+    parser = program.parser(__doc__, params="the config's hidden_states section: backend, dtype, layers")
+    parser.add_argument("--shard", required=True, help="shards/shard-K.parquet")
+    parser.add_argument("--turn-format", required=True, help="target/turn_format.json")
+    parser.add_argument(
+        "--tuning",
+        type=program.json_object,
+        default={},
+        metavar="JSON",
+        help="what changes no key: batch_tokens (tokens of one pass), temperature (of the sampling; 0 makes the program "
+        "insist that the written tokens are the target's most likely ones)",
+    )
+    parser.add_argument("--store", default="results/store", help="folder that all runs share")
+    parser.add_argument("--index", required=True, help="hidden/shard-K.index.parquet, to write")
+    parser.add_argument("--report", required=True, help="hidden/shard-K.report.json, to write")
+    return parser
+
+
+def read_rows(shard: str | Path, described: dict) -> Iterator[Row]:
+    """The rows of a shard with their hidden keys."""
+    for row in iter_rows(shard, "shard", columns=["sample_id", "prompt_ids", "output_ids"]):
+        token_ids = row["prompt_ids"] + row["output_ids"]
+        key = hidden_key(described["fingerprint"], described["layers"], described["dtype"], token_ids)
+        yield Row(row["sample_id"], key, token_ids, len(row["prompt_ids"]))
+
+
+def stored_digests(store: HiddenStore, rows: Iterable[Row]) -> tuple[dict[str, str], int]:
+    """Key -> SHA-256 of the files that the store already holds, and how many it held damaged (to be captured again)."""
+    digests, damaged = {}, 0
+    for row in rows:
+        if row.key in digests or not store.has(row.key):
+            continue
+        try:
+            store.verify(row.key)
+        except StoreError as error:
+            print(f"captured again: {error}", flush=True)
+            damaged += 1
+            continue
+        digests[row.key] = file_sha256(store.path(row.key))
+    return digests, damaged
+
+
+def refuse_without_room(store: HiddenStore, missing: Sequence[Row], hidden_size: int, dtype: str) -> None:
+    """Say what the capture will write; raises StoreError when the disk has not got the room."""
+    tokens = sum(len(row.token_ids) for row in missing)
+    needed = tokens * bytes_per_token(hidden_size, dtype) + len(missing) * 1024
+    place = next(folder for folder in [store.root, *store.root.absolute().parents] if folder.exists())
+    free = shutil.disk_usage(place).free
+    print(f"to capture: {len(missing)} rows, {tokens:,} tokens, {size(needed)} of {size(free)} free", flush=True)
+    if needed + SPARE_BYTES > free:
+        smaller = (
+            ""
+            if dtype.startswith("float8")
+            else (
+                f"hidden_states.dtype: float8_e4m3fn takes {size(tokens * bytes_per_token(hidden_size, 'float8_e4m3fn'))}; "
+            )
+        )
+        raise StoreError(
+            f"{store.root}: the hidden states of {len(missing)} rows ({tokens:,} tokens of {hidden_size} × 4 values, {dtype}) need "
+            f"{size(needed)}, and {size(free)} are free, of which {size(SPARE_BYTES)} stay free. {smaller}"
+            "sampling.max_new_tokens, datasets.*.max_prompts and datasets.*.max_tokens make fewer tokens; "
+            "scripts/store.py lists what no run refers to any more"
+        )
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
+
+
+def _load(turn_format: TurnFormat, layers: list[int], batch_tokens: int | None) -> HiddenForward:
+    """The target for capturing, after making sure that it is the one whose keys were made."""
+    found = turn_format.target.fingerprint()
+    if found != turn_format.fingerprint:
+        raise TargetError(
+            f"target.model: the fingerprint of {turn_format.target.model} is {found}, turn_format.json says "
+            f"{turn_format.fingerprint}; the model's files have changed: run the target stage again"
+        )
+    return HiddenForward(turn_format.target, layers, batch_tokens=batch_tokens)
+
+
+def capture(forward: HiddenForward, store: HiddenStore, missing: Sequence[Row], described: dict) -> dict[str, str]:
+    """Capture the rows and store each as soon as its pass is done; returns key -> SHA-256.
+
+    Files are written by a thread beside the passes, at most `PENDING_WRITES` behind.
+    """
+    middle = sorted(missing, key=lambda row: (len(row.token_ids), row.key))[len(missing) // 2]
+    forward.check(middle.token_ids)
+    tokens = sum(len(row.token_ids) for row in missing)
+    pace = tokens_per_second(forward, middle.token_ids)
+    print(f"about {tokens / pace:,.0f} s at {pace:,.0f} tokens/s", flush=True)
+    digests: dict[str, str] = {}
+    pending: deque[tuple[str, Future[str]]] = deque()
+    with (
+        ThreadPoolExecutor(max_workers=1) as writer,
+        progress(total=tokens, what="capture hidden states", unit="tok", unit_scale=True) as bar,
+    ):
+        for batch in forward.batches([row.token_ids for row in missing]):
+            for number, aux, last in batch:
+                row = missing[number]
+                metadata = {**described, "argmax": argmax_agreement(forward, row, last)}
+                write = writer.submit(store.write, row.key, row.token_ids, aux.cpu(), last.cpu(), metadata)
+                pending.append((row.key, write))
+                bar.update(len(row.token_ids))
+            while len(pending) > PENDING_WRITES:
+                key, write = pending.popleft()
+                digests[key] = write.result()
+        digests.update((key, write.result()) for key, write in pending)
+    forward.close()
+    return digests
+
+
+def tokens_per_second(forward: HiddenForward, token_ids: list[int]) -> float:
+    """The pace of one (warm) pass as large as the passes to come."""
+    rows = [token_ids] * max(1, forward.batch_tokens // len(token_ids))
+    begun = time.monotonic()
+    forward.states(rows)
+    if forward.device == "cuda":
+        torch.cuda.synchronize()
+    return len(rows) * len(token_ids) / (time.monotonic() - begun)
+
+
+def argmax_agreement(forward: HiddenForward, row: Row, last: torch.Tensor) -> dict[str, int]:
+    """{checked, agreed}: at how many of some evenly spaced output tokens the written one is the target's most likely."""
+    predicting = range(row.prompt_tokens - 1, len(row.token_ids) - 1)  # position p predicts token p + 1
+    count = min(CHECKED_POSITIONS, len(predicting))
+    positions = [predicting[i * len(predicting) // count] for i in range(count)]
+    return {"checked": count, "agreed": forward.written_is_argmax(last, row.token_ids, positions) if count else 0}
+
+
+def write_index(path: str | Path, rows: Iterable[Row], digests: dict[str, str], metadata: dict) -> None:
+    """The shard's rows in their order: sample_id, key, tokens, sha256 of the file."""
+    with RecordWriter(path, "hidden_index", metadata) as index:
+        index.write_rows(
+            {"sample_id": row.sample_id, "key": row.key, "tokens": len(row.token_ids), "sha256": digests[row.key]}
+            for row in rows
+        )
+
+
+def summary(store: HiddenStore, rows: Sequence[Row], described: dict, hidden_size: int) -> dict:
+    """The report: a function of the shard and the stored files alone, whoever captured them and when."""
+    agreements = [store.metadata(row.key).get("argmax", {}) for row in rows]
+    checked, agreed = (sum(a.get(name, 0) for a in agreements) for name in ("checked", "agreed"))
+    return {
+        "rows": len(rows),
+        "tokens": sum(len(row.token_ids) for row in rows),
+        "files": len({row.key for row in rows}),
+        "bytes": sum(store.path(key).stat().st_size for key in {row.key for row in rows}),
+        "layers": described["layers"],
+        "dtype": described["dtype"],
+        "hidden_size": hidden_size,
+        "argmax": {"checked": checked, "agreed": agreed, "share": round(agreed / checked, 4) if checked else None},
+    }
+
+
+def refuse_other_tokens(shard: str, argmax: dict, temperature: float | None) -> None:
+    """Raise TargetError where greedy sampling wrote tokens that these hidden states do not predict."""
+    print(
+        f"the written token is the target's most likely one at {argmax['agreed']} of {argmax['checked']} places",
+        flush=True,
+    )
+    if temperature == 0 and argmax["checked"] and argmax["share"] < GREEDY_SHARE:
+        raise TargetError(
+            f"{shard}: sampling was greedy, but at only {argmax['share']:.0%} of {argmax['checked']} places the written token is the "
+            "most likely one by these hidden states; the server ran another model, revision or precision than target.model: "
+            "compare the server's /model_info with the config"
+        )
+
+
+if __name__ == "__main__":
+    program.run(main)
