@@ -1,0 +1,133 @@
+"""Which edit costs what: the table of docs/invalidation.md, line by line."""
+
+import os
+import shutil
+
+import pytest
+
+pytestmark = pytest.mark.workflow
+
+AFTER_MERGE = {"merge", "hidden_states", "train", "evaluate", "audit"}
+AFTER_VALIDATE = {"validate", *AFTER_MERGE}
+AFTER_GENERATE = {"generate", *AFTER_VALIDATE}
+
+
+def planned(workflow) -> list[str]:
+    """The jobs that Snakemake would run now, less target rules and services."""
+    jobs = workflow.run("--dry-run").jobs
+    return [job for job in jobs if job.split()[0] not in {"all", "serve"}]
+
+
+def stages(jobs: list[str]) -> set[str]:
+    return {job.split()[0] for job in jobs}
+
+
+def datasets(jobs: list[str]) -> set[str]:
+    return {job.split()[1] for job in jobs if job.split()[0] in {"prompts", "generate", "validate"}}
+
+
+def costs(workflow) -> tuple[int, int]:
+    """Run up to the hidden states; how many rows were generated and captured for it?"""
+    generated, captured = workflow.generated(), workflow.captured()
+    workflow.run("--until", "hidden_states")
+    return workflow.generated() - generated, workflow.captured() - captured
+
+
+def test_one_edited_prompt_costs_one_generation_and_one_capture(finished):
+    path = finished.folder / "apples.jsonl"
+    path.write_text(path.read_text().replace("Write a short list.", "Write a long list."))
+    jobs = planned(finished)
+    assert stages(jobs) == {"prompts", *AFTER_GENERATE} and datasets(jobs) == {"apples"}
+    assert costs(finished) == (1, 1)
+
+
+def test_an_edited_dataset_block_touches_that_dataset_alone(finished):
+    finished.config["datasets"]["pears"]["system"] = "Answer in one word."
+    jobs = planned(finished)
+    assert stages(jobs) == {"prompts", *AFTER_GENERATE} and datasets(jobs) == {"pears"}
+    assert costs(finished) == (4, 4)
+
+
+def test_a_new_dataset_costs_its_own_rows(finished):
+    finished.write_dataset("plums", ["What is a walk?", "Write three short words."])
+    finished.config["datasets"]["plums"] = {"source": {"path": "plums.jsonl"}, "format": "messages"}
+    jobs = planned(finished)
+    assert stages(jobs) == {"prompts", *AFTER_GENERATE} and datasets(jobs) == {"plums"}
+    assert costs(finished) == (2, 2)
+
+
+def test_a_removed_dataset_generates_and_captures_nothing(finished):
+    del finished.config["datasets"]["pears"]
+    assert stages(planned(finished)) == AFTER_MERGE
+    assert costs(finished) == (0, 0)
+
+
+def test_sampling_settings_ask_for_every_row_again(finished):
+    finished.config["sampling"]["temperature"] = 0.5
+    jobs = planned(finished)
+    assert stages(jobs) == AFTER_GENERATE and datasets(jobs) == {"apples", "pears"}
+
+
+def test_the_target_makes_everything_new_but_the_prompts(finished):
+    config = finished.folder / "model" / "generation_config.json"
+    config.write_text(config.read_text().replace('"bos_token_id": 1', '"bos_token_id": 0'))
+    assert stages(planned(finished)) == {"turn_format", *AFTER_GENERATE}
+
+
+def test_a_chat_template_makes_everything_new_but_the_prompts(finished):
+    shutil.copy(finished.folder / "model" / "chat_template.jinja", finished.folder / "other.jinja")
+    finished.config["target"]["chat_template"] = "other.jinja"
+    assert stages(planned(finished)) == {"turn_format", *AFTER_GENERATE}
+
+
+def test_a_validation_rule_starts_at_validate(finished):
+    finished.config["validation"]["truncated"] = "quarantine"
+    jobs = planned(finished)
+    assert stages(jobs) == AFTER_VALIDATE and datasets(jobs) == {"apples", "pears"}
+
+
+@pytest.mark.parametrize("edit", [{"count": 3}, {"seed": 1}])
+def test_other_shards_generate_and_capture_nothing(finished, edit):
+    finished.config["shards"].update(edit)
+    assert stages(planned(finished)) == AFTER_MERGE
+    assert costs(finished) == (0, 0)
+
+
+def test_other_layers_capture_every_row_and_generate_none(finished):
+    finished.config["hidden_states"] = {"layers": [1, 3, 5]}
+    assert stages(planned(finished)) == {"hidden_states", "train", "evaluate", "audit"}
+    assert costs(finished) == (0, 9)
+
+
+def test_drafter_settings_start_at_train(finished):
+    finished.config["drafter"]["epochs"] = 2
+    assert stages(planned(finished)) == {"train", "evaluate", "audit"}
+
+
+def test_tuning_costs_nothing(finished):
+    finished.config["server"].update(max_in_flight=3, request_timeout=99, linger=1)
+    finished.config["hidden_states"] = {"batch_tokens": 64}
+    assert planned(finished) == []
+
+
+@pytest.mark.parametrize("text", ["\nANSWER = 42\n", "\n# a comment\n"])
+def test_a_changed_program_reruns_its_stage_and_generates_nothing(finished, text):
+    path = finished.folder / "scripts" / "generate.py"
+    path.write_text(path.read_text() + text)
+    jobs = planned(finished)
+    assert stages(jobs) == AFTER_GENERATE
+    assert costs(finished) == (0, 0)
+
+
+def test_time_stamps_alone_cost_nothing(finished):
+    for path in sorted(finished.folder.rglob("*")):
+        if path.is_file() and ".snakemake" not in path.parts:
+            os.utime(path)
+    assert planned(finished) == []
+
+
+def test_a_fresh_clone_with_the_results_copied_in_generates_and_captures_nothing(finished, tmp_path):
+    clone = tmp_path / "clone"
+    shutil.copytree(finished.folder, clone, ignore=shutil.ignore_patterns(".snakemake"), copy_function=shutil.copy)
+    finished.folder = clone
+    assert costs(finished) == (0, 0)
