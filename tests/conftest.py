@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tiny import build_tiny_target
 
 torch.set_num_threads(2)

@@ -19,7 +19,9 @@ def parser(description: str | None, *, params: str | None = None) -> argparse.Ar
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if params:
         made.add_argument("--params", type=json_object, required=True, metavar="JSON", help=params)
-    made.add_argument("--provenance", metavar="FILE", help="where to say what was done, from what; not written if absent")
+    made.add_argument(
+        "--provenance", metavar="FILE", help="where to say what was done, from what; not written if absent"
+    )
     return made
 
 

@@ -21,7 +21,9 @@ class _Lines:
         self._stream.flush()
 
 
-def progress(iterable: Iterable | None = None, *, total: float | None = None, what: str, unit: str = "row", **more: Any):
+def progress(
+    iterable: Iterable | None = None, *, total: float | None = None, what: str, unit: str = "row", **more: Any
+):
     """A tqdm bar on stderr.  `what` says the work ("capture humaneval"), `unit` what is counted."""
     live = sys.stderr.isatty()
     return tqdm(

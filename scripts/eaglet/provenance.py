@@ -118,12 +118,18 @@ def _digests(files: Mapping[str, Any]) -> list[dict]:
     for role, paths in files.items():
         for path in [paths] if isinstance(paths, str | os.PathLike) else paths or []:
             for file in _files(Path(path)):
-                listed.append({"role": role, "path": file.as_posix(), "sha256": file_sha256(file)})
+                listed.append({"role": role, "path": _relative(file), "sha256": file_sha256(file)})
     return listed
 
 
 def _files(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def _relative(path: Path) -> str:
+    """Relative to the working directory where the file lies below it, so that a copied results/ folder stays valid."""
+    absolute = Path(os.path.abspath(path))
+    return (absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute).as_posix()
 
 
 def _now() -> str:

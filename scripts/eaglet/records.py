@@ -33,7 +33,9 @@ RAW = pa.schema(_raw)
 CHECKED = pa.schema(_checked)
 QUARANTINE = pa.schema([*_raw, ("reasons", pa.list_(pa.string())), ("excerpt", pa.string())])
 SHARD = pa.schema([*_checked, ("dataset", pa.string()), ("split", pa.string())])  # split: train | heldout
-HIDDEN_INDEX = pa.schema([("sample_id", pa.string()), ("key", pa.string()), ("tokens", pa.int32()), ("sha256", pa.string())])
+HIDDEN_INDEX = pa.schema(
+    [("sample_id", pa.string()), ("key", pa.string()), ("tokens", pa.int32()), ("sha256", pa.string())]
+)
 KINDS = {"raw": RAW, "checked": CHECKED, "quarantine": QUARANTINE, "shard": SHARD, "hidden_index": HIDDEN_INDEX}
 
 
@@ -97,7 +99,9 @@ def open_records(path: str | Path, kind: str) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise RecordError(f"{path}: not a readable Parquet file ({error}); remove it and run its stage again") from error
+        raise RecordError(
+            f"{path}: not a readable Parquet file ({error}); remove it and run its stage again"
+        ) from error
     found, wanted = file.schema_arrow, KINDS[kind]
     if found.names != wanted.names or [f.type for f in found] != [f.type for f in wanted]:
         raise RecordError(
@@ -105,7 +109,9 @@ def open_records(path: str | Path, kind: str) -> pq.ParquetFile:
             f"{', '.join(f'{f.name} {f.type}' for f in wanted)}; run the stage that writes it again"
         )
     if b"eaglet" not in (found.metadata or {}):
-        raise RecordError(f"{path}: the schema metadata has no key `eaglet`, so the rows cannot be traced; run its stage again")
+        raise RecordError(
+            f"{path}: the schema metadata has no key `eaglet`, so the rows cannot be traced; run its stage again"
+        )
     return file
 
 

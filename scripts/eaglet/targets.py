@@ -142,4 +142,6 @@ def context_length(config: Any) -> int:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         if value := getattr(config, name, None):
             return int(value)
-    raise TargetError(f"the model's config names no context length; set server.context_length ({json.dumps(config.model_type)})")
+    raise TargetError(
+        f"the model's config names no context length; set server.context_length ({json.dumps(config.model_type)})"
+    )

@@ -62,4 +62,6 @@ def read_member(wheel: str | Path, member: str) -> bytes:
     except KeyError as error:
         raise SourceError(f"{wheel}: has no member {member}; list them with `python -m zipfile -l {wheel}`") from error
     except (OSError, zipfile.BadZipFile, EOFError) as error:
-        raise SourceError(f"{wheel}: member {member} cannot be read ({error}); remove the wheel, it is fetched again") from error
+        raise SourceError(
+            f"{wheel}: member {member} cannot be read ({error}); remove the wheel, it is fetched again"
+        ) from error
