@@ -5,12 +5,14 @@ are an object or a string.  This module loads the tokenizer only, never a model,
 markers mean.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jinja2
+from transformers import PreTrainedTokenizerBase
 
 from eaglet.errors import RecordError, TargetError
 from eaglet.targets import Target
@@ -27,6 +29,7 @@ PROBE_TOOL = {
         },
     },
 }
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 PROBE_ARGUMENTS = {"eaglet_key": "eaglet value"}
 
 
@@ -37,10 +40,11 @@ class Renderer:
     `template_arguments` are added to the target's own.
     """
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, tokenizer: PreTrainedTokenizerBase | None = None):
         self.target = target
-        self.tokenizer = target.tokenizer()
-        if not self.tokenizer.chat_template and not _renders_by_code(self.tokenizer):
+        self.tokenizer = tokenizer or target.tokenizer()
+        self._apply_chat_template = self.tokenizer.apply_chat_template
+        if not self.tokenizer.chat_template and not renders_by_code(self.tokenizer):
             raise TargetError(
                 f"target.model: the tokenizer of {target.model} has no chat template; name one in target.chat_template"
             )
@@ -77,17 +81,59 @@ class Renderer:
         generation_prompt: bool = True,
     ) -> Any:
         """`prompt_ids` or `prompt_text`, with or without the generation prompt."""
+        if tools and not self.tools_rendered:
+            raise TargetError(
+                f"a prompt offers tools, but the chat template of {self.target.model} does not write them into the prompt, so the "
+                "model would not know them; use a dataset without tools, or name a template that has them in target.chat_template"
+            )
         return self._apply(self.adapted(messages), tools, template_arguments, tokenize, generation_prompt)
 
     def adapted(self, messages: Sequence[Mapping]) -> list[dict]:
-        """The messages with the arguments of earlier tool calls in the form that the template takes.
+        """The messages with earlier reasoning and the arguments of earlier tool calls in the form that the template takes.
 
-        Raises RecordError when arguments given as a string are no JSON object and the template wants one.
+        Raises RecordError when arguments given as a string are no JSON and the template wants an object.
         """
-        if not any(message.get("tool_calls") for message in messages):
-            return [dict(message) for message in messages]
-        as_object = self.tool_arguments != "string"
-        return [_with_arguments(message, as_object) for message in messages]
+        if any(name in message for message in messages for name in REASONING_FIELDS):
+            messages = [_with_reasoning(message, self.reasoning_field) for message in messages]
+        if any(message.get("tool_calls") for message in messages):
+            as_object = self.tool_arguments != "string"
+            messages = [_with_arguments(message, as_object) for message in messages]
+        return [dict(message) for message in messages]
+
+    @property
+    def template(self) -> str:
+        """The text of the template that renders conversations without tools; empty where only code renders."""
+        return self.tokenizer.get_chat_template() if self.tokenizer.chat_template else ""
+
+    def by_template_alone(self) -> "Renderer":
+        """The same without what the tokenizer's class does on its own."""
+        alone = Renderer(self.target, self.tokenizer)
+        alone._apply_chat_template = functools.partial(PreTrainedTokenizerBase.apply_chat_template, self.tokenizer)
+        return alone
+
+    @cached_property
+    def reasoning_field(self) -> str | None:
+        """The field of a message that the template writes as reasoning; None when it writes none of those in use."""
+        text = "eaglet reasoning"
+        for name in REASONING_FIELDS:
+            said = {"role": "assistant", "content": "eaglet answer", name: text}
+            try:
+                if text in self._apply(
+                    [{"role": "user", "content": "eaglet question"}, said], None, None, False, False
+                ):
+                    return name
+            except RecordError:
+                continue
+        return None
+
+    @cached_property
+    def tools_rendered(self) -> bool:
+        """Whether the template writes the tools that are offered into the prompt."""
+        try:
+            text = self._apply([{"role": "user", "content": "eaglet question"}], [PROBE_TOOL], None, False, True)
+        except RecordError:
+            return False
+        return PROBE_TOOL["function"]["name"] in text
 
     @cached_property
     def tool_arguments(self) -> str | None:
@@ -115,7 +161,7 @@ class Renderer:
     ) -> Any:
         merged = {**self.target.template_arguments, **(arguments or {})}
         try:
-            rendered = self.tokenizer.apply_chat_template(
+            rendered = self._apply_chat_template(
                 list(messages),
                 tools=list(tools) if tools else None,
                 add_generation_prompt=prompt,
@@ -140,6 +186,14 @@ def probe_call(as_object: bool) -> list[dict]:
         _with_arguments({"role": "assistant", "content": "", "tool_calls": [call]}, as_object),
         {"role": "tool", "tool_call_id": "call_0", "name": "eaglet_probe", "content": "eaglet result"},
     ]
+
+
+def _with_reasoning(message: Mapping, field: str | None) -> dict:
+    """The message with its reasoning under `field`; unchanged where the template reads none."""
+    said = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+    if field is None or said is None:
+        return dict(message)
+    return {**{key: value for key, value in message.items() if key not in REASONING_FIELDS}, field: said}
 
 
 def _with_arguments(message: Mapping, as_object: bool) -> dict:
@@ -182,8 +236,6 @@ def _holds_parts(text: str) -> bool:
     return key in text and value in text and f"'{key}'" not in text and f'\\"{key}' not in text
 
 
-def _renders_by_code(tokenizer: Any) -> bool:
+def renders_by_code(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer's class renders with code of its own (Kimi's does, for tools)."""
-    from transformers import PreTrainedTokenizerBase
-
     return type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template

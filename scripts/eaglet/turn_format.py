@@ -35,17 +35,19 @@ class Marker:
 class ToolMarkers:
     """How a turn writes tool calls.  A part that the format does not have is None.
 
-    One call is `call_begin … call_end`; all calls of a turn may stand between `section_begin` and `section_end`.  The
-    arguments, a JSON object, follow `argument_begin`; where that is None the call itself is one JSON object that holds
-    them (`arguments: json`), or they are not JSON at all (`arguments: other`).
+    One call is `call_begin … call_end`; all calls of a turn may stand between `section_begin` and `section_end`.  Without
+    `call_begin`, a call is what stands in front of a turn's end (`call_end` is an end-of-turn id then).
     """
 
-    call_begin: Marker
-    call_end: Marker | None
-    argument_begin: Marker | None = None
+    call_begin: Marker | None
+    call_end: Marker
+    argument_begin: Marker | None = None  # between the call's name and its arguments
     section_begin: Marker | None = None
     section_end: Marker | None = None
-    arguments: str = "json"  # json | other
+    arguments: str = (
+        "json"  # json: an object behind the name; call: the whole call is an object with name; other: no JSON
+    )
+    name_pattern: str | None = None  # finds the called name (group 1) in the text in front of the arguments
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class TurnFormat:
         ]
 
     def _as_json(self) -> dict:
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: plain(getattr(self, f.name)) for f in fields(self)}
 
     def save(self, path: str | Path) -> None:
         write_json(path, self._as_json())
@@ -140,12 +142,12 @@ class TurnFormat:
         )
 
 
-def _plain(value: Any) -> Any:
-    """JSON-able: dataclasses as objects, tuples as lists."""
+def plain(value: Any) -> Any:
+    """A fact as JSON says it: dataclasses as objects, tuples as lists."""
     if isinstance(value, Target):
         return value.as_params()
     if isinstance(value, Marker | ToolMarkers):
-        return {name: _plain(part) for name, part in vars(value).items()}
+        return {name: plain(part) for name, part in vars(value).items()}
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -156,4 +158,4 @@ def _marker(found: Mapping | None) -> Marker | None:
 def _tool_markers(found: Mapping | None) -> ToolMarkers | None:
     if found is None:
         return None
-    return ToolMarkers(**{key: value if key == "arguments" else _marker(value) for key, value in found.items()})
+    return ToolMarkers(**{k: v if k in ("arguments", "name_pattern") else _marker(v) for k, v in found.items()})
