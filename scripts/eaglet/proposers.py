@@ -1,0 +1,98 @@
+"""How drafts come about: an EAGLE-3 drafter as a chain or as a tree, and the prompt itself (prompt lookup).
+
+A proposer knows the tokens and the target's auxiliary layers that the loop of eaglet.speculative hands it.  The alignment is
+that of eaglet.eagle3: the drafter's position t pairs embed(x[t+1]) with fc(aux[t]) where the target has been, and with the
+drafter's own last hidden state where it has not.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eaglet.eagle3 import Eagle3Drafter
+from eaglet.speculative import Draft
+
+LONGEST_MATCH = 3  # tokens that prompt lookup compares, then two, then one
+
+
+class DrafterCache:
+    """Keys and values [1, KV, S, D] of one sequence, in one allocation that grows by doubling."""
+
+    def __init__(self):
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add [1, KV, T, D] each; returns all of them, the new ones last."""
+        end = self.length + keys.shape[2]
+        if self._keys is None or end > self._keys.shape[2]:
+            self._keys, self._values = (
+                self._grown(old, new, end) for old, new in [(self._keys, keys), (self._values, values)]
+            )
+        self._keys[:, :, self.length : end], self._values[:, :, self.length : end] = keys, values
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def _grown(self, old: Tensor | None, new: Tensor, length: int) -> Tensor:
+        room = new.new_empty(*new.shape[:2], max(256, 2 * length), new.shape[3])
+        if old is not None:
+            room[:, :, : self.length] = old[:, :, : self.length]
+        return room
+
+    def truncate(self, length: int) -> None:
+        self.length = length
+
+
+class EagleChain:
+    """The drafter's most likely token, then what it finds most likely behind that one, and so on."""
+
+    def __init__(self, drafter: Eagle3Drafter):
+        self.drafter = drafter
+        self.device = drafter.fc.weight.device
+
+    def start(self, prompt_ids: Sequence[int], first: int, aux: Tensor) -> None:
+        self.cache, self.known = DrafterCache(), 0
+        self._extend([*prompt_ids[1:], first], aux)
+
+    def advance(self, tokens: Sequence[int], aux: Tensor) -> None:
+        self.cache.truncate(self.known)  # forget the drafter's own guesses at what the target has now computed
+        self._extend(tokens, aux)
+
+    def _extend(self, tokens: Sequence[int], aux: Tensor) -> None:
+        positions = torch.arange(self.known, self.known + len(tokens), device=self.device)
+        ids = torch.tensor([list(tokens)], device=self.device)
+        logits, hidden = self.drafter.step(ids, self.drafter.fuse(aux)[None], positions[None], self.cache)
+        self.known += len(tokens)
+        self.logits, self.hidden = logits[:, -1], hidden[:, -1:]  # [1, Vd], [1, 1, H]
+
+    def propose(self, depth: int) -> Draft:
+        tokens: list[int] = []
+        logits, hidden = self.logits, self.hidden
+        for ahead in range(depth):
+            token = self.drafter.to_target_ids(logits.argmax(-1))  # [1]
+            tokens.append(int(token))
+            if ahead + 1 < depth:
+                position = torch.full((1, 1), self.known + ahead, device=self.device)
+                logits, hidden = self.drafter.step(token[None], hidden, position, self.cache)
+                logits = logits[:, -1]
+        return Draft.chain(tokens)
+
+
+class PromptLookup:
+    """No model: what followed the last tokens where they stood before, in the prompt or in the output."""
+
+    def start(self, prompt_ids: Sequence[int], first: int, aux: Tensor) -> None:
+        self.tokens = [*prompt_ids, first]
+
+    def advance(self, tokens: Sequence[int], aux: Tensor) -> None:
+        self.tokens += tokens
+
+    def propose(self, depth: int) -> Draft:
+        for length in range(min(LONGEST_MATCH, len(self.tokens) - 1), 0, -1):
+            ending = self.tokens[-length:]
+            for start in range(len(self.tokens) - length - 1, -1, -1):
+                if self.tokens[start : start + length] == ending:
+                    return Draft.chain(self.tokens[start + length : start + length + depth])
+        return Draft([], [])
