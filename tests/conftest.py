@@ -5,7 +5,7 @@ import torch
 
 from tiny import build_tiny_target
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
