@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from eaglet.digests import file_sha256
 from eaglet.errors import AuditFailed
 from eaglet.provenance import read_provenance, recorded
