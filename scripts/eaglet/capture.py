@@ -191,17 +191,24 @@ def count_prompts(path: str | Path) -> int:
 
 
 def choose_samples(path: str | Path, count: int) -> list[Sample]:
-    """Prompts for the rendering check, spread over the file and over its kinds: with tools, arguments, earlier calls."""
+    """About `count` prompts for the rendering check, spread over the file and over its kinds.
+
+    Kinds are what templates treat in code of their own: tools, template arguments, earlier tool calls.  Each has a share.
+    """
+    if not count:
+        return []
     kinds: dict[tuple, list[int]] = {}
     for index, record in enumerate(read_prompts(path)):
         called = any(message.get("tool_calls") for message in record["messages"])
         kind = (bool(record.get("tools")), bool(record.get("template_arguments")), called)
         kinds.setdefault(kind, []).append(index)
     share = math.ceil(count / max(1, len(kinds)))
-    spread = (indices[:: max(1, len(indices) // share)][:share] for indices in kinds.values())
-    chosen = set(sorted(index for indices in spread for index in indices)[:count])
-    picked = (record for index, record in enumerate(read_prompts(path)) if index in chosen)
-    return [Sample(r["sample_id"], r["messages"], r.get("tools"), r.get("template_arguments") or {}) for r in picked]
+    chosen = {index for indices in kinds.values() for index in indices[:: math.ceil(len(indices) / share)]}
+    return [
+        Sample(r["sample_id"], r["messages"], r.get("tools"), r.get("template_arguments") or {})
+        for index, r in enumerate(read_prompts(path))
+        if index in chosen
+    ]
 
 
 @dataclass

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 import requests
 from requests.adapters import HTTPAdapter
+from urllib3 import HTTPConnectionPool
 
 from eaglet.errors import CaptureError, GuardError
 
@@ -280,8 +281,7 @@ class Client:
                 self._confirmed = made
 
     def _connections_made(self) -> int:
-        pool = self._generate.get_adapter(self._url).poolmanager.connection_from_url(self._url)
-        return pool.num_connections
+        return self._generate.get_adapter(self._url).connections_made
 
     def _give_row_up(self, failure: Failure) -> NoReturn:
         if failure.kind == "invalid":
@@ -309,11 +309,25 @@ class Client:
         self.pause(min(random.uniform(delay / 2, delay), left))
 
 
+class _CountingAdapter(HTTPAdapter):
+    """Pooled connections to one server, and how many were ever opened."""
+
+    pool: HTTPConnectionPool | None = None
+
+    def get_connection_with_tls_context(self, *arguments: Any, **named: Any) -> HTTPConnectionPool:
+        self.pool = super().get_connection_with_tls_context(*arguments, **named)
+        return self.pool
+
+    @property
+    def connections_made(self) -> int:
+        return self.pool.num_connections if self.pool else 0
+
+
 def _session(connection: Connection, connections: int) -> requests.Session:
     session = requests.Session()
     session.trust_env = False  # no proxies and no .netrc: neither may stand between us and the tokens
     session.headers.update({"Content-Type": "application/json", **connection.headers})
-    adapter = HTTPAdapter(pool_connections=1, pool_maxsize=connections, max_retries=0)
+    adapter = _CountingAdapter(pool_connections=1, pool_maxsize=connections, max_retries=0)
     session.mount("http://", adapter)
     session.mount("https://", adapter)
     return session

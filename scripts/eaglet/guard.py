@@ -231,7 +231,7 @@ def cross_check(client: Client, renderer: Renderer, samples: Iterable[Sample]) -
         arguments = {**renderer.target.template_arguments, **sample.template_arguments}
         ours = renderer.prompt_ids(sample.messages, sample.tools, sample.template_arguments)
         body = {
-            "messages": [_for_chat_api(message) for message in sample.messages],
+            "messages": [_for_chat_api(message) for message in renderer.adapted(sample.messages)],
             **({"tools": sample.tools} if sample.tools else {}),
             **({"chat_template_kwargs": arguments} if arguments else {}),
         }
