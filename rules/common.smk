@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(workflow.basedir) / "scripts"))
 
 from eaglet.config import EMBEDDED_TARGET, checked_config
 from eaglet.errors import ConfigError
+from eaglet.locks import workflow_alive
 
 try:
     cfg = checked_config(config)
@@ -29,7 +30,7 @@ GPUS = cfg["resources"]["gpu"]
 # Of the server's section: what changes the tokens invalidates the generations; tuning does not, so it is passed as
 # `resources`, which Snakemake does not compare.
 SERVER_SEMANTICS = ["engine", "arguments", "environment", "context_length", "python"]
-SERVER_TUNING = ["start_timeout", "linger", "max_in_flight"]
+SERVER_TUNING = ["start_timeout", "gpu_timeout", "hang_timeout", "restarts", "linger", "max_in_flight"]
 CLIENT_TUNING = ["max_in_flight", "request_timeout", "give_up_after", "render_samples"]
 PLOTS = ["acceptance", "positions", "speed", "training"]
 
@@ -39,6 +40,9 @@ if not workflow.deployment_settings.deployment_method:
 
 # A program ends when this process does, however that happens (eaglet.program watches it).
 os.environ["EAGLET_WORKFLOW_PID"] = str(os.getpid())
+
+# Servers may linger between jobs for as long as this lock is held, which is as long as this process lives.
+WORKFLOW_LOCK = workflow_alive()
 
 
 wildcard_constraints:

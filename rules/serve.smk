@@ -15,10 +15,11 @@ if not cfg["server"]["url"]:
             "../envs/workflow.yaml"
         threads: 0
         resources:
-            serve_tuning=as_json(only("server", *SERVER_TUNING)),
+            serve_tuning=as_json(only("server", *SERVER_TUNING) | {"threads": cfg["resources"]["threads"]}),
             gpu=GPUS,
         params:
             server=fixed(only("server", *SERVER_SEMANTICS)),
+            server_log=results("logs/server.log"),
         shell:
             """
             exec python scripts/serve.py hold \
@@ -26,5 +27,6 @@ if not cfg["server"]["url"]:
                 --turn-format {input.turn_format:q} \
                 --params {params.server:q} \
                 --tuning {resources.serve_tuning:q} \
-                --log {log:q}
+                --log {params.server_log:q} \
+                2> {log:q}
             """

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import ValidationError
 
 from eaglet.errors import ConfigError
+from eaglet.server_command import refused_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = ROOT / "config" / "schema.yaml"
@@ -102,6 +103,7 @@ def _contradictions(config: Mapping) -> Iterator[str]:
         yield f"target.chat_template: no file {target['chat_template']}"
     if server["engine"] == "transformers" and server["arguments"] and not server["url"]:
         yield "server.arguments: these are SGLang's flags; set server.engine: sglang or remove them"
+    yield from refused_arguments(server["arguments"])
     if server["token_env"] and not server["url"]:
         yield "server.token_env: only with server.url"
     for name, dataset in config["datasets"].items():

@@ -99,7 +99,9 @@ class EngineServer(ThreadingHTTPServer):
         if reason["type"] == "abort":
             raise HttpError(reason["status_code"], reason["message"])
         return {
-            "text": self.tokenizer.decode(request.output_ids, skip_special_tokens=True),
+            "text": self.tokenizer.decode(
+                request.output_ids, skip_special_tokens=bool(given.get("skip_special_tokens", True))
+            ),
             "output_ids": request.output_ids,
             "meta_info": {
                 "id": body.get("rid") or uuid.uuid4().hex,

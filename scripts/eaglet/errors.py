@@ -29,6 +29,10 @@ class TurnFormatError(TargetError):
     """The boundaries of a turn cannot be inferred, or contradict the config."""
 
 
+class ServerError(EagletError):
+    """The inference server cannot be started or reached, or was lost for good."""
+
+
 class GuardError(EagletError):
     """The server is not what the run needs: it would change or hide the tokens."""
 

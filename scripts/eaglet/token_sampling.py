@@ -56,7 +56,7 @@ class SamplingParams:
         limit = self.max_new_tokens
         _check(limit is None or (_is_int(limit) and limit >= 0), "max_new_tokens", "an integer ≥ 0", limit)
         least = self.min_new_tokens
-        fits = _is_int(least) and 0 <= least and (limit is None or least <= limit)
+        fits = _is_int(least) and least >= 0 and (limit is None or least <= limit)
         _check(fits, "min_new_tokens", f"in [0, max_new_tokens({limit})]", least)
         seed = self.sampling_seed
         _check(seed is None or (_is_int(seed) and -(2**63) <= seed < 2**63), "sampling_seed", "a 64-bit integer", seed)
