@@ -5,15 +5,18 @@ Field names are the same in every file.  Parquet files carry provenance in the s
 time is written.  Writing streams, so memory does not grow with the file.
 """
 
+import functools
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eaglet.digests import canonical_json, content_key
+from eaglet.digests import canonical_json, content_key, sha256
 from eaglet.errors import RecordError
 from eaglet.files import atomic_path
 
@@ -42,6 +45,41 @@ KINDS = {"raw": RAW, "checked": CHECKED, "quarantine": QUARANTINE, "shard": SHAR
 def row_digest(row: Mapping) -> str:
     """SHA-256 over what a raw row says: its columns of `RAW`, in canonical JSON."""
     return content_key({name: row[name] for name in RAW.names})
+
+
+def row_digests(table: pa.Table) -> list[str]:
+    """`row_digest` of each row of a table with the columns of `RAW`: the same digests, made several times as fast.
+
+    The JSON of the ids, nearly all of a row, is made for whole columns by looking each id's digits up.
+    """
+    columns = {}
+    for name in sorted(RAW.names):
+        if pa.types.is_list(RAW.field(name).type):
+            columns[name] = _json_lists(table[name].combine_chunks())
+        else:
+            columns[name] = [canonical_json(value) for value in table[name].to_pylist()]
+    keys = [b'"%s":' % name.encode() for name in columns]
+    rows = zip(*columns.values(), strict=True)
+    return [sha256(b"{" + b",".join(k + v for k, v in zip(keys, row, strict=True)) + b"}") for row in rows]
+
+
+def _json_lists(lists: pa.ListArray) -> list[bytes]:
+    """Each list<int32> as JSON without white space."""
+    offsets = lists.offsets.to_numpy()
+    ids = lists.values.to_numpy()[offsets[0] : offsets[-1]]
+    if len(ids) and (ids.min() < 0 or ids.max() >= 10**7):  # no ids of a vocabulary; rare, so slow is good enough
+        return [canonical_json(row) for row in lists.to_pylist()]
+    digits = _digits(1 << int(ids.max() + 1).bit_length() if len(ids) else 1)[ids].view(np.uint8).reshape(-1, 8)
+    written = digits != 0
+    ends = np.concatenate([[0], np.cumsum(written.sum(axis=1))])[offsets - offsets[0]]
+    text = digits[written].tobytes()
+    return [b"[" + text[start : max(start, stop - 1)] + b"]" for start, stop in itertools.pairwise(ends)]
+
+
+@functools.cache
+def _digits(size: int) -> np.ndarray:
+    """For each number below `size` its digits and a comma, in the eight bytes of a uint64 [size], zeros behind them."""
+    return np.array([b"%d," % number for number in range(size)], dtype="S8").view(np.uint64)
 
 
 class RecordWriter:

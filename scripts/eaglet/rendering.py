@@ -7,12 +7,14 @@ markers mean.
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from eaglet.errors import RecordError, TargetError
 from eaglet.targets import Target
@@ -100,6 +102,26 @@ class Renderer:
             messages = [_with_arguments(message, as_object) for message in messages]
         return [dict(message) for message in messages]
 
+    @cached_property
+    def control_texts(self) -> tuple[str, ...]:
+        """Texts that become control ids wherever they stand: special tokens, and added tokens that the template writes."""
+        tokens = self.tokenizer.added_tokens_decoder.values()
+        texts = {t.content for t in tokens if t.content.strip() and (t.special or t.content in self.template)}
+        return tuple(sorted(texts, key=lambda text: (-len(text), text)))
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern:
+        return re.compile("|".join(map(re.escape, self.control_texts)) or "(?!)")
+
+    def literal_markers(self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None) -> list[str]:
+        """The control texts that messages (other than the model's own) and tools spell out, each time."""
+        return [
+            found
+            for given in (*(m for m in messages if m.get("role") != "assistant"), *(tools or []))
+            for text in _strings(given)
+            for found in self._control_pattern.findall(text)
+        ]
+
     @property
     def template(self) -> str:
         """The text of the template that renders conversations without tools; empty where only code renders."""
@@ -160,6 +182,10 @@ class Renderer:
         prompt: bool,
     ) -> Any:
         merged = {**self.target.template_arguments, **(arguments or {})}
+        escaping = tokenize and self.target.literal_markers == "escape" and bool(self.literal_markers(messages, tools))
+        if escaping:
+            messages = [m if m.get("role") == "assistant" else self._marked(m) for m in messages]
+            tools = self._marked(list(tools or []))
         try:
             rendered = self._apply_chat_template(
                 list(messages),
@@ -173,9 +199,23 @@ class Renderer:
                 f"the chat template of {self.target.model} refuses a conversation of roles "
                 f"{', '.join(str(m.get('role')) for m in messages)}: {error}"
             ) from error
+        if escaping:
+            rendered = self._encoded_with_escapes(rendered)
         if isinstance(rendered, Mapping):
             rendered = rendered["input_ids"]
         return [int(i) for i in rendered] if tokenize else rendered
+
+    def _marked(self, value: Any) -> Any:
+        return chat_template_utils.mark_control_tokens(value, self._control_pattern)
+
+    def _encoded_with_escapes(self, text: str) -> list[int]:
+        try:
+            return chat_template_utils.encode_marked_chat(self.tokenizer, text)
+        except ValueError as error:
+            raise TargetError(
+                f"target.literal_markers: this tokenizer cannot escape ({error}); set it to count, and "
+                "validation.severity.literal_marker to quarantine if such prompts are not wanted"
+            ) from error
 
 
 def probe_call(as_object: bool) -> list[dict]:
@@ -186,6 +226,18 @@ def probe_call(as_object: bool) -> list[dict]:
         _with_arguments({"role": "assistant", "content": "", "tool_calls": [call]}, as_object),
         {"role": "tool", "tool_call_id": "call_0", "name": "eaglet_probe", "content": "eaglet result"},
     ]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts within a message or a tool."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _strings(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _strings(part)
 
 
 def _with_reasoning(message: Mapping, field: str | None) -> dict:
