@@ -155,9 +155,9 @@ class Client:
         self._url = connection.url.rstrip("/")
         self._generate, self._control = _session(connection, max_in_flight), _session(connection, 4)
 
-    def get(self, path: str) -> Any:
-        """JSON of a GET.  Raises Failure, or GuardError when the server has no such path."""
-        return self._json(self._control, "GET", path, None, CONTROL_SECONDS)
+    def get(self, path: str, timeout: float = CONTROL_SECONDS) -> Any:
+        """JSON of a GET, within `timeout` seconds.  Raises Failure, or GuardError when the server has no such path."""
+        return self._json(self._control, "GET", path, None, timeout)
 
     def post(self, path: str, body: Mapping) -> Any:
         """JSON of a POST.  Raises Failure; RowRefused with 400; GuardError when the server has no such path."""
