@@ -5,6 +5,7 @@ The tokens are made up but well formed; the files, digests, keys and counts are 
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch
 import merge
 import prompts
 from eaglet import journal
+from eaglet.capture import Requests
 from eaglet.config import checked_config
-from eaglet.digests import hidden_key, request_key, row_seed
+from eaglet.digests import hidden_key
 from eaglet.files import write_json, write_text
 from eaglet.hidden_store import HiddenStore
 from eaglet.inference import infer
@@ -26,7 +28,7 @@ from eaglet.turn_format import TurnFormat
 from tiny import build_tiny_target
 
 RUN, STORE = Path("results/demo"), Path("results/store")
-SAMPLING = {"temperature": 0.7, "max_new_tokens": 64}
+SAMPLING = {"temperature": 0.7, "top_p": 0.95, "top_k": -1, "min_p": 0.0, "max_new_tokens": 64, "seed": 0}
 LAYERS = [2, 4, 5]
 WORDS = ["write", "a", "short", "list", "of", "three", "things", "for", "a", "walk", "in", "the", "rain"]
 HOSTILE = "<script>document.title='owned'</script></script><img src=x onerror=\"document.title='owned'\">"
@@ -93,37 +95,51 @@ def _turn_format() -> TurnFormat:
 
 def _prompts(dataset: str) -> None:
     made = {"source": {"path": f"{dataset}.jsonl"}, "format": "messages", "template_arguments": {}}
-    prompts.main(
-        ["--dataset", dataset, "--params", json.dumps(made), "--store", str(STORE)]
-        + ["--output", str(RUN / f"prompts/{dataset}.jsonl"), "--report", str(RUN / f"prompts/{dataset}.report.json")]
-        + ["--provenance", str(RUN / f"provenance/prompts/{dataset}.json")]
+    files = {"output": f"prompts/{dataset}.jsonl", "report": f"prompts/{dataset}.report.json"}
+    _run(
+        prompts.main,
+        f"prompts/{dataset}",
+        files,
+        "--dataset",
+        dataset,
+        "--params",
+        json.dumps(made),
+        "--store",
+        str(STORE),
     )
+
+
+def _run(main: Callable, job: str, files: dict[str, str], *arguments: str) -> None:
+    """Run a stage's own program on files below the run's folder."""
+    named = [text for option, name in files.items() for text in (f"--{option}", str(RUN / name))]
+    main([*arguments, *named, "--provenance", str(RUN / f"provenance/{job}.json")])
 
 
 def _generate(dataset: str) -> None:
     turn_format = _turn_format()
-    renderer = Renderer(turn_format.target)
+    renderer, requests = Renderer(turn_format.target), Requests(turn_format, SAMPLING, None)
     inputs = {"prompts": RUN / f"prompts/{dataset}.jsonl", "turn_format": RUN / "target/turn_format.json"}
     outputs = {"raw": RUN / f"raw/{dataset}.parquet", "report": RUN / f"raw/{dataset}.report.json"}
     facts = {"engine": "synthetic", "version": "1", "model_path": "model"}
+    metadata = {"dataset": dataset, "sampling": SAMPLING, "context_length": requests.context_length, "servers": [facts]}
     folder, rows = STORE / "generations" / turn_format.fingerprint, []
     with _recorded("generate", dataset, inputs, outputs) as job:
         with journal.Generations(folder, dataset) as generations:
             server = generations.journal.append_server(facts)
             for number, (_, record) in enumerate(iter_jsonl(inputs["prompts"])):
-                row = _answer(renderer, turn_format, record, cut=number == 2)
+                row = _answer(renderer, requests, turn_format, record, cut=number == 2)
                 rows.append(row)
                 answered = (
                     row[name] for name in ("request_key", "sample_id", "output_ids", "finish_reason", "matched_stop")
                 )
                 generations.journal.append(journal.Generation(*answered, server))
-        with RecordWriter(outputs["raw"], "raw", {"dataset": dataset, "servers": [facts]}) as writer:
+        with RecordWriter(outputs["raw"], "raw", metadata) as writer:
             writer.write_rows(rows)
         write_json(outputs["report"], {"rows_in": len(rows), "rows_out": len(rows), "dropped": {}})
         job.count(len(rows), len(rows))
 
 
-def _answer(renderer: Renderer, turn_format: TurnFormat, record: dict, *, cut: bool) -> dict:
+def _answer(renderer: Renderer, requests: Requests, turn_format: TurnFormat, record: dict, *, cut: bool) -> dict:
     def encode(text: str) -> list[int]:
         return renderer.tokenizer.encode(text, add_special_tokens=False)
 
@@ -137,7 +153,7 @@ def _answer(renderer: Renderer, turn_format: TurnFormat, record: dict, *, cut: b
         "output_ids": output_ids,
         "finish_reason": "length" if cut else "stop",
         "matched_stop": None if cut else end,
-        "request_key": request_key(turn_format.fingerprint, prompt_ids, SAMPLING, row_seed(0, record["sample_id"])),
+        "request_key": requests.make(record["sample_id"], prompt_ids).key,
         "server": 0,
     }
 
@@ -165,11 +181,8 @@ def _validate(dataset: str) -> None:
 
 def _merge(datasets: list[str], shards: int) -> None:
     params = {"shards": {"count": shards, "seed": 0}, "heldout": {"rows_per_dataset": 1}}
-    merge.main(
-        ["--checked", *(str(RUN / f"checked/{dataset}.parquet") for dataset in datasets)]
-        + ["--params", json.dumps(params), "--output", str(RUN / "shards")]
-        + ["--provenance", str(RUN / "provenance/merge/merge.json")]
-    )
+    checked = [str(RUN / f"checked/{dataset}.parquet") for dataset in datasets]
+    _run(merge.main, "merge/merge", {"output": "shards"}, "--params", json.dumps(params), "--checked", *checked)
 
 
 def _hidden_states(k: int) -> None:

@@ -284,11 +284,10 @@ def read_audit(run: str | Path) -> Audit:
         job = {"inputs": [], "outputs": []}
     for entry in [*job["inputs"], *job["outputs"]]:
         _check_file(chain, "audit", entry, "is not what it was when the run was audited")
-    try:
-        lineage = read_json(chain.run / "audit" / "lineage.json")
-        return Audit(lineage["config"], lineage, chain.breaks)
-    except (OSError, ValueError, KeyError, TypeError):
-        return Audit(breaks=chain.breaks)  # missing or damaged: its digest has told
+    if chain.breaks:
+        return Audit(breaks=chain.breaks)  # what lineage.json says cannot be relied on
+    lineage = read_json(chain.run / "audit" / "lineage.json")
+    return Audit(lineage["config"], lineage)
 
 
 def compare(audit: Audit, chain: Chain) -> list[Break]:

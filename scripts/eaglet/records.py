@@ -136,7 +136,7 @@ def open_records(path: str | Path, kind: str) -> pq.ParquetFile:
     """Open a record file after checking its columns; raises RecordError with what was found."""
     try:
         file = pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise RecordError(
             f"{path}: not a readable Parquet file ({error}); remove it and run its stage again"
         ) from error

@@ -14,16 +14,18 @@ from pathlib import Path
 import pyarrow as pa
 
 from eaglet import journal
+from eaglet.capture import Requests
 from eaglet.digests import file_sha256, hidden_key, merkle_root, sample_id
 from eaglet.errors import EagletError
 from eaglet.files import read_json
 from eaglet.hidden_store import HiddenStore
 from eaglet.lineage import Chain
 from eaglet.progress import progress
-from eaglet.records import RAW, iter_jsonl, iter_rows, row_digest
+from eaglet.records import RAW, iter_jsonl, iter_rows, read_metadata, row_digest
+from eaglet.turn_format import TurnFormat
 
 ANSWERED = ("output_ids", "finish_reason", "matched_stop")  # what a journal line and a raw row share
-DAMAGED = (EagletError, OSError, ValueError, KeyError, TypeError, pa.ArrowException)
+DAMAGED = (EagletError, OSError, ValueError, LookupError, TypeError, AttributeError, pa.ArrowException)
 
 
 def check_rows(chain: Chain, *, store: Path, sample: int | None = None) -> dict[str, int]:
@@ -33,7 +35,10 @@ def check_rows(chain: Chain, *, store: Path, sample: int | None = None) -> dict[
     """
     counted = {"prompts": 0, "raw": 0, "checked": 0, "shards": 0, "hidden": 0}
     digests: dict[str, dict[str, str]] = {}  # dataset -> sample_id -> digest of its checked row
-    journals = Journals(chain, store / "generations")
+    turn_format = chain.path("target", "turn_format.json")
+    journals = None
+    with _reading(chain, "target", turn_format):
+        journals = Journals(chain, store / "generations")
     for dataset in progress(chain.datasets, what="audit datasets", unit="dataset"):
         prompts = check_prompts(chain, dataset)
         raw = check_raw(chain, dataset, prompts, journals)
@@ -79,10 +84,16 @@ class Journals:
     """The journals of the run's target, read and checked once each, in which every raw row must stand."""
 
     def __init__(self, chain: Chain, folder: Path):
-        self.chain, self.folder, self.indexes = chain, folder, {}
-        turn_format = chain.path("target", "turn_format.json")
-        with _reading(chain, "target", turn_format):
-            self.folder = folder / read_json(turn_format)["fingerprint"]
+        self.chain, self.indexes = chain, {}
+        self.turn_format = TurnFormat.load(chain.path("target", "turn_format.json"))
+        self.folder = folder / self.turn_format.fingerprint
+
+    def requests(self, metadata: dict) -> Requests:
+        """What made the requests of a raw file with this metadata."""
+        return Requests(self.turn_format, metadata["sampling"], metadata["context_length"])
+
+    def path(self, dataset: str) -> Path:
+        return self.folder / f"{dataset}.jsonl"
 
     def open(self, path: Path) -> journal.Index | None:
         if path not in self.indexes:
@@ -93,18 +104,21 @@ class Journals:
 
     def find(self, dataset: str, request_key: str) -> journal.Generation | None:
         """From the dataset's own journal, or from another's where the same request had been answered before."""
-        own = self.open(self.folder / f"{dataset}.jsonl")
+        own = self.open(self.path(dataset))
         if own and (found := own.get(request_key)):
             return found
         others = (self.open(path) for path in sorted(self.folder.glob("*.jsonl")))
         return next((found for other in others if other and (found := other.get(request_key))), None)
 
 
-def check_raw(chain: Chain, dataset: str, prompts: dict[str, int], journals: Journals) -> dict[str, str]:
-    """sample_id -> row digest; each row must answer a prompt, in the order of the prompts file, and be what
-    the journal has under its request key."""
+def check_raw(chain: Chain, dataset: str, prompts: dict[str, int], journals: Journals | None) -> dict[str, str]:
+    """sample_id -> row digest; rows answer the prompts in their order, and are what the journal has under their keys.
+
+    A journal line holds no prompt: it is bound to its row's prompt ids by the request key, which is made again here.
+    """
     path, rows, last = chain.path("raw", f"{dataset}.parquet"), {}, 0
     with _reading(chain, "generate", path):
+        requests = journals and journals.requests(read_metadata(path, "raw"))
         for row in iter_rows(path, "raw"):
             name = row["sample_id"]
             line = prompts.get(name)
@@ -113,13 +127,23 @@ def check_raw(chain: Chain, dataset: str, prompts: dict[str, int], journals: Jou
             elif prompts and line < last:
                 chain.at_fault("generate", path, "stands out of the order of its prompts", row=name)
             last = line or last
-            answered = journals.find(dataset, row["request_key"])
-            if answered is None:
-                chain.at_fault("generate", path, "stands in no journal", row=name, expected=row["request_key"])
-            elif any(getattr(answered, key) != row[key] for key in ANSWERED):
-                chain.at_fault("generate", path, "is not what the journal says that the server answered", row=name)
+            if journals:
+                _check_answer(chain, path, row, requests, journals, dataset)
             rows[name] = row_digest(row)
     return rows
+
+
+def _check_answer(chain: Chain, path: str, row: dict, requests: Requests, journals: "Journals", dataset: str) -> None:
+    answered, own = journals.find(dataset, row["request_key"]), journals.path(dataset)
+    name, request = row["sample_id"], requests.make(row["sample_id"], row["prompt_ids"])
+    key = request.key if request else None
+    if key != row["request_key"]:
+        problem = "its prompt, sampling and seed are not those of its request key"
+        chain.at_fault("generate", path, problem, row=name, expected=row["request_key"], found=key)
+    if answered is None:
+        chain.at_fault("generate", own, f"has no line for a row of {path}", row=name, expected=row["request_key"])
+    elif any(getattr(answered, column) != row[column] for column in ANSWERED):
+        chain.at_fault("generate", path, "is not what the journal says that the server answered", row=name)
 
 
 def check_checked(chain: Chain, dataset: str, raw: dict[str, str]) -> dict[str, str]:
@@ -160,19 +184,26 @@ def check_shards(chain: Chain, checked: dict[str, dict[str, str]]) -> int:
 
     The digests and Merkle roots that the manifest names are those of the shards and their rows.
     """
-    path, manifest = chain.path("shards", "manifest.json"), {}
-    with _reading(chain, "merge", path):
-        manifest = read_json(path)
-        _check_manifest(chain, path, manifest)
-    expected = {
-        name: (dataset, digest)
-        for dataset, digests in checked.items()
-        for name, digest in digests.items()
-        if name not in manifest.get("duplicates", {}).get(dataset, {})
-    }
+    manifest_path = chain.path("shards", "manifest.json")
+    with _reading(chain, "merge", manifest_path):
+        manifest = read_json(manifest_path)
+        _check_manifest(chain, manifest_path, manifest)
+        roots = {entry["path"]: entry["merkle_root"] for entry in manifest["shards"]}
+        expected = {
+            name: (dataset, digest)
+            for dataset, digests in checked.items()
+            for name, digest in digests.items()
+            if name not in manifest["duplicates"].get(dataset, {})
+        }
+        return _check_shard_rows(chain, roots, expected)
+    return 0
+
+
+def _check_shard_rows(chain: Chain, roots: dict[str, str], expected: dict[str, tuple[str, str]]) -> int:
+    """`roots` maps a shard's path to its Merkle root, `expected` a sample_id to (dataset, row digest).  Rows checked."""
     unseen, count = set(expected), 0
-    for entry in progress(manifest.get("shards", []), what="audit shards", unit="shard"):
-        path, leaves = entry["path"], []
+    for path in progress(roots, what="audit shards", unit="shard"):
+        leaves = []
         with _reading(chain, "merge", path):
             for row in iter_rows(path, "shard"):
                 name = row["sample_id"]
@@ -184,12 +215,11 @@ def check_shards(chain: Chain, checked: dict[str, dict[str, str]]) -> int:
                     problem = f"is not the row of checked/{dataset}.parquet"
                     chain.at_fault("merge", path, problem, row=name, expected=digest, found=leaves[-1])
                 unseen.discard(name)
-        root = merkle_root(leaves)
-        if root != entry["merkle_root"]:
-            problem = "the rows do not give the Merkle root that the manifest names"
-            chain.at_fault("merge", path, problem, expected=entry["merkle_root"], found=root)
+            if (root := merkle_root(leaves)) != roots[path]:
+                problem = "the rows do not give the Merkle root that the manifest names"
+                chain.at_fault("merge", path, problem, expected=roots[path], found=root)
         count += len(leaves)
-    for name in sorted(unseen) if manifest else []:
+    for name in sorted(unseen):
         chain.at_fault("merge", chain.path("checked", f"{expected[name][0]}.parquet"), "is in no shard", row=name)
     return count
 
