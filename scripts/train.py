@@ -14,13 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from eaglet import draft_vocab, program
 from eaglet.digests import content_key, file_sha256
 from eaglet.draft_vocab import DraftVocab
 from eaglet.drafter_files import CONFIG, WEIGHTS, drafter_config, save_drafter
-from eaglet.eagle3 import Eagle3Config, Eagle3Drafter
+from eaglet.eagle3 import Eagle3Config, initial_drafter
 from eaglet.errors import RecordError
 from eaglet.files import write_bytes, write_json
 from eaglet.hidden_store import HiddenStore
@@ -112,7 +111,7 @@ def train(options, accelerator: Accelerator) -> tuple[dict, tuple]:
         raise RecordError(f"{options.manifest}: no training row has a target; there is nothing to train on")
 
     dtype = compute_dtype(settings.dtype, accelerator.device)
-    drafter = initial_drafter(config, embedding, head, vocab, settings.seed)
+    drafter = initial_drafter(config, embedding, head, torch.from_numpy(vocab.ids), settings.seed)
     reader = Reader(HiddenStore(Path(options.store) / "hidden"), config.hidden_size, settings.ttt_steps, dtype)
     trainer = Trainer(drafter, head[vocab.ids], reader, settings, accelerator, full_head=head)
     checkpoints = Checkpoints(
@@ -202,22 +201,6 @@ def read_data(shards: Sequence[str], indexes: Sequence[str], turn_format: TurnFo
 def choose_vocab(data: Data, size: int) -> DraftVocab:
     """From the training rows alone."""
     return draft_vocab.choose(sum(counts for (split, _), counts in data.counts.items() if split == "train"), size)
-
-
-def initial_drafter(
-    config: Eagle3Config, embedding: Tensor, head: Tensor, vocab: DraftVocab, seed: int
-) -> Eagle3Drafter:
-    """Seeded weights: matrices normal with deviation 0.02 (Llama's), norms 1, the head the target's rows."""
-    random = torch.Generator().manual_seed(seed)
-    ids = torch.from_numpy(vocab.ids)
-    drafter = Eagle3Drafter(config, embedding)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.02, generator=random)
-        drafter.lm_head.weight.copy_(head[ids])
-    drafter.set_draft_vocab(ids)
-    return drafter
 
 
 def checkpoint_key(options, settings: Settings, config: Eagle3Config, data: Data, dtype: torch.dtype) -> str:

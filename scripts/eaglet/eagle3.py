@@ -199,6 +199,24 @@ class Eagle3Drafter(nn.Module):
         return draft_loss(torch.stack(outputs), self.lm_head.weight, batch.targets, target_head, weight)
 
 
+def initial_drafter(
+    config: Eagle3Config, embed_tokens: Tensor, head: Tensor, target_ids: Tensor, seed: int
+) -> Eagle3Drafter:
+    """Untrained, seeded weights: matrices normal with deviation 0.02 (Llama's), norms 1, the head the target's rows.
+
+    embed_tokens, head [V, H]: the target's; target_ids int64 [Vd]: the draft vocabulary, ascending.
+    """
+    random = torch.Generator().manual_seed(seed)
+    drafter = Eagle3Drafter(config, embed_tokens)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.02, generator=random)
+        drafter.lm_head.weight.copy_(head[target_ids])
+    drafter.set_draft_vocab(target_ids)
+    return drafter
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding in Llama's half-split layout.  x [..., heads, D]; returns x's dtype."""
     first, second = x.chunk(2, dim=-1)
