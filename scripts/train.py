@@ -19,7 +19,7 @@ from eaglet import draft_vocab, program
 from eaglet.digests import content_key, file_sha256
 from eaglet.draft_vocab import DraftVocab
 from eaglet.drafter_files import CONFIG, WEIGHTS, drafter_config, save_drafter
-from eaglet.eagle3 import Eagle3Config, initial_drafter
+from eaglet.eagle3 import Eagle3Config, Eagle3Drafter, initial_drafter
 from eaglet.errors import RecordError
 from eaglet.files import write_bytes, write_json
 from eaglet.hidden_store import HiddenStore
