@@ -30,14 +30,13 @@ from eaglet.files import write_json
 from eaglet.progress import progress
 from eaglet.provenance import recorded
 from eaglet.records import (
-    RAW,
     ROW_GROUP,
     SHARD,
     RecordWriter,
     iter_tables,
     read_metadata,
     read_table,
-    row_digest,
+    row_digests,
 )
 from eaglet.shards import Assignment, assign
 
@@ -61,15 +60,16 @@ def read_sample_ids(checked: Mapping[str, Path]) -> dict[str, list[str]]:
 
 def checked_tables(path: Path) -> Iterator[pa.Table]:
     """The file's row groups, each row's digest verified.  Raises RecordError with the row's number and id."""
-    number = 0
+    start = 1
     for table in iter_tables(path, "checked"):
-        for row, digest in zip(table.select(RAW.names).to_pylist(), table["row_digest"].to_pylist(), strict=True):
-            number += 1
-            if (found := row_digest(row)) != digest:
+        said = table["row_digest"].to_pylist()
+        for number, (found, digest) in enumerate(zip(row_digests(table), said, strict=True), start):
+            if found != digest:
                 raise RecordError(
-                    f"{path}: row {number} ({row['sample_id']}) has digest {found}, and its row_digest says {digest}: the "
-                    "row is not the one that was checked; remove the file and run its stages again"
+                    f"{path}: row {number} ({table['sample_id'][number - start]}) has digest {found}, and its row_digest says "
+                    f"{digest}: the row is not the one that was checked; remove the file and run its stages again"
                 )
+        start += len(table)
         yield table
 
 
@@ -125,6 +125,22 @@ def write_shard(spill: Path, path: Path, metadata: Mapping[str, Any]) -> dict:
     }
 
 
+def read_origin(checked: Mapping[str, Path]) -> dict:
+    """{fingerprint of the target, servers of each dataset}.  Raises RecordError when files are of different targets."""
+    about = {dataset: read_metadata(path, "checked") for dataset, path in checked.items()}
+    targets = {dataset: metadata.get("fingerprint") for dataset, metadata in about.items()}
+    if len(set(targets.values())) > 1:
+        raise RecordError(
+            "the checked files are not of one target, and a drafter learns from one: "
+            + ", ".join(f"{checked[dataset]} has {target}" for dataset, target in targets.items())
+            + "; run generate and validate again for those that are out of date"
+        )
+    return {
+        "fingerprint": next(iter(targets.values())),
+        "servers": {dataset: metadata.get("servers", []) for dataset, metadata in about.items()},
+    }
+
+
 def merge(checked: Mapping[str, Path], shards: Mapping[str, int], heldout: Mapping[str, int], output: Path) -> dict:
     """Write the shards and return the manifest.  `shards` is {count, seed}, `heldout` is {rows_per_dataset}."""
     count, seed = shards["count"], shards["seed"]
@@ -135,7 +151,7 @@ def merge(checked: Mapping[str, Path], shards: Mapping[str, int], heldout: Mappi
             f"heldout.rows_per_dataset: {heldout['rows_per_dataset']} holds out all of the {kept} rows and leaves none to "
             "train on; make it smaller, or find in checked/*.report.json why so few rows came through"
         )
-    servers = {dataset: read_metadata(path, "checked").get("servers", []) for dataset, path in checked.items()}
+    origin = read_origin(checked)
     output.mkdir(parents=True, exist_ok=True)
     for left in output.glob("shard-*.parquet"):
         left.unlink()  # an earlier run with more shards must not look like part of this one
@@ -144,10 +160,11 @@ def merge(checked: Mapping[str, Path], shards: Mapping[str, int], heldout: Mappi
         scatter(checked, assignments, spills)
         entries = []
         for shard, spill in enumerate(progress(spills, what="write shards", unit="shard")):
-            metadata = {"shard": shard, "count": count, "seed": seed, "servers": servers}
+            metadata = {"shard": shard, "count": count, "seed": seed, **origin}
             entries.append(write_shard(spill, output / f"shard-{shard}.parquet", metadata))
             spill.unlink()
     return {
+        "fingerprint": origin["fingerprint"],
         "seed": seed,
         "rows_per_dataset_heldout": heldout["rows_per_dataset"],
         "rows": sum(entry["rows"] for entry in entries),

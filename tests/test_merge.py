@@ -27,9 +27,9 @@ def row(name, dataset="a") -> dict:
     return {**raw, "think_end": 1, "row_digest": row_digest(raw)}
 
 
-def write(folder, dataset, rows):
+def write(folder, dataset, rows, fingerprint="f" * 64):
     path = folder / "checked" / f"{dataset}.parquet"
-    with RecordWriter(path, "checked", {"servers": [SERVER]}) as writer:
+    with RecordWriter(path, "checked", {"servers": [SERVER], "fingerprint": fingerprint}) as writer:
         writer.write_rows(rows)
     return path
 
@@ -174,6 +174,12 @@ def test_an_id_that_comes_twice_in_a_file_stops_the_merge(tmp_path):
 def test_holding_out_every_row_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"heldout\.rows_per_dataset: 8 holds out all of the 3 rows"):
         run(tmp_path, {"a": names(2), "b": ["z"]}, heldout=8)
+
+
+def test_files_of_different_targets_are_not_merged(tmp_path):
+    a, b = write(tmp_path, "a", [row("x")]), write(tmp_path, "b", [row("y")], fingerprint="e" * 64)
+    with pytest.raises(RecordError, match=r"not of one target.*a\.parquet has f{64}, .*b\.parquet has e{64}"):
+        merge.merge({"a": a, "b": b}, {"count": 1, "seed": 0}, {"rows_per_dataset": 0}, tmp_path / "shards")
 
 
 def test_two_files_of_one_name_are_refused(tmp_path, capsys):
