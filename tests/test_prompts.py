@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import yaml
 
 import prompts
+from eaglet.config import ROOT
+from eaglet.conversations import REASONS, Reading
 from eaglet.digests import sample_id
 from eaglet.errors import SourceError
 
@@ -135,3 +138,14 @@ def test_the_report_describes_what_was_kept(tmp_path):
     assert report["user_turns"] == {"1": 1, "2": 1}
     assert report["tools"] == {"prompts": 1, "total": 2}
     assert report["characters"] == {"total": 9, "longest": 6}
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "config").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_dataset_of_the_configs_names_a_reading_that_exists(config):
+    for block in yaml.safe_load(config.read_text()).get("datasets", {}).values():
+        assert Reading.from_params(block)
+
+
+def test_the_documentation_explains_every_reason_for_a_drop():
+    documentation = (ROOT / "docs" / "prompts.md").read_text()
+    assert all(f"| `{reason}` | {meaning} |" in documentation for reason, meaning in REASONS.items())
