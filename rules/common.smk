@@ -119,7 +119,7 @@ def server_option(wildcards, input):
 
 
 # Modules that decide how a program talks and fails, not what it writes: editing them invalidates nothing.
-SILENT = {"errors", "files", "program", "progress", "provenance"}
+SILENT = {"endpoint", "errors", "files", "lease", "locks", "processes", "program", "progress", "provenance"}
 
 
 @cache

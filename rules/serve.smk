@@ -28,5 +28,5 @@ if not cfg["server"]["url"]:
                 --params {params.server:q} \
                 --tuning {resources.serve_tuning:q} \
                 --log {params.server_log:q} \
-                2> {log:q}
+                2>{log:q}
             """

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eaglet import __version__, program
+from eaglet.server_command import engine_code
 from eaglet.targets import Target, context_length
 
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     facts = {
         "engine": "eaglet-transformers",
-        "version": __version__,
+        "version": f"{__version__}+{engine_code()[:8]}",
         "model_path": args.model_path,
         "tokenizer_path": args.model_path,
         "revision": args.revision,

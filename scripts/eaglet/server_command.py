@@ -144,6 +144,11 @@ def package_versions(engine: str, python: str) -> dict[str, str]:
     return json.loads(found.stdout)
 
 
+def engine_code() -> str:
+    """Digest of the embedded engine's own code: 64 hex digits."""
+    return content_key([file_sha256(SCRIPTS / "eaglet" / name) for name in ENGINE_CODE])
+
+
 def visible_gpus() -> tuple[str, ...]:
     """Names of the GPUs that this process may use: UUIDs where nvidia-smi tells them, since Slurm renumbers GPUs per job."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -168,7 +173,6 @@ def _embedded(
     tuned = ["--max-running-requests", str(tuning.max_in_flight)]
     if tuning.threads:
         tuned += ["--threads", str(tuning.threads)]
-    identity = {"code": [file_sha256(SCRIPTS / "eaglet" / name) for name in ENGINE_CODE]}
     return ServerCommand(
         argv=(
             sys.executable,
@@ -180,7 +184,7 @@ def _embedded(
             PORT,
         ),
         environment=environment,
-        identity=identity,
+        identity={"code": engine_code()},
         tuning_argv=tuple(tuned),
     )
 
