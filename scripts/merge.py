@@ -11,6 +11,7 @@ Two passes, so that memory is that of the largest shard and not of the run: the 
 row to a file of its shard below the output folder, which is then sorted and written.
 """
 
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -141,6 +142,14 @@ def read_origin(checked: Mapping[str, Path]) -> dict:
     }
 
 
+def clear(output: Path) -> None:
+    """Remove what an earlier merge left: shards, of which there may have been more, and what a kill left behind."""
+    for left in [*output.glob("shard-*.parquet"), *output.glob(".shard-*.tmp")]:
+        left.unlink()
+    for left in output.glob(".spill-*"):
+        shutil.rmtree(left)
+
+
 def merge(checked: Mapping[str, Path], shards: Mapping[str, int], heldout: Mapping[str, int], output: Path) -> dict:
     """Write the shards and return the manifest.  `shards` is {count, seed}, `heldout` is {rows_per_dataset}."""
     count, seed = shards["count"], shards["seed"]
@@ -153,8 +162,7 @@ def merge(checked: Mapping[str, Path], shards: Mapping[str, int], heldout: Mappi
         )
     origin = read_origin(checked)
     output.mkdir(parents=True, exist_ok=True)
-    for left in output.glob("shard-*.parquet"):
-        left.unlink()  # an earlier run with more shards must not look like part of this one
+    clear(output)
     with tempfile.TemporaryDirectory(dir=output, prefix=".spill-") as scratch:
         spills = [Path(scratch) / f"{shard}.arrow" for shard in range(count)]
         scatter(checked, assignments, spills)

@@ -148,8 +148,11 @@ def test_more_shards_than_rows_leave_some_empty(tmp_path):
     assert manifest["shards"][[len(s) for s in shards].index(0)]["merkle_root"] == merkle_root([])
 
 
-def test_shards_of_an_earlier_larger_count_are_removed(tmp_path):
+def test_what_an_earlier_merge_left_is_removed(tmp_path):
     run(tmp_path, {"a": names(9)}, count=5)
+    (tmp_path / "shards" / ".spill-killed").mkdir()
+    (tmp_path / "shards" / ".spill-killed" / "0.arrow").write_bytes(b"torn")
+    (tmp_path / "shards" / ".shard-0.parquet.77.tmp").write_bytes(b"torn")
     run(tmp_path, {"a": names(9)}, count=2)
     assert sorted(p.name for p in (tmp_path / "shards").iterdir()) == [
         "manifest.json",
