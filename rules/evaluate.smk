@@ -5,7 +5,9 @@ rule evaluate:
     """The figures that decide whether a drafter is worth serving, on prompts that it was not trained on."""
     input:
         code=code("evaluate"),
-        drafter=rules.train.output,
+        config=rules.train.output.config,
+        weights=rules.train.output.weights,
+        log=rules.train.output.log,
         manifest=results("shards/manifest.json"),
         shards=expand(results("shards/shard-{shard}.parquet"), shard=SHARDS),
         turn_format=results("target/turn_format.json"),
@@ -30,7 +32,7 @@ rule evaluate:
         gpu=GPUS,
     params:
         evaluation=fixed({**cfg["evaluation"], "seed": cfg["drafter"]["seed"]}),
-        drafter=subpath(input.drafter[0], parent=True),
+        drafter=subpath(input.weights, parent=True),
         folder=subpath(output.acceptance, parent=True),
     shell:
         """
