@@ -67,8 +67,8 @@ ROWS = [make_row(9, 6, seed=1), make_row(2, 5, seed=2), make_row(1, 1, seed=3), 
 def small_blocks(monkeypatch):
     """Attention and loss in the smallest blocks, so that a row takes several."""
     monkeypatch.setattr(eagle3, "LEAST_QUERIES", 3)
-    monkeypatch.setattr(eagle3, "SCORES_AT_ONCE", 1)
-    monkeypatch.setattr(eagle3, "LOGITS_AT_ONCE", 4 * STEPS * CONFIG.draft_vocab_size)
+    monkeypatch.setattr(eagle3, "SCORES_AT_ONCE", {"cpu": 1})
+    monkeypatch.setattr(eagle3, "LOGITS_AT_ONCE", {"cpu": 4 * STEPS * CONFIG.draft_vocab_size})
 
 
 @pytest.mark.parametrize("blocks", ["one", "many"])

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SCORES_AT_ONCE = 1 << 22  # attention scores in memory at once, fp32: 16 MB
-LOGITS_AT_ONCE = 1 << 22  # draft logits in memory at once, fp32: 16 MB
+SCORES_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}  # attention scores in memory at once, in fp32
+LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}  # draft logits in memory at once, in fp32
 LEAST_QUERIES = 32  # in a block of attention, however many keys it sees
 
 
@@ -53,14 +53,22 @@ class Eagle3Config:
 # The model.  Names of modules are the keys of the checkpoint.
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products with `x` are computed in: autocast's dtype where it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 class RMSNorm(nn.Module):
+    """Reads the residual stream in its own precision; what it returns goes into matrix products."""
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(compute_dtype(x))
 
 
 class Attention(nn.Module):
@@ -373,10 +381,10 @@ def attend(
     return out.permute(2, 0, 1, 3).flatten(1)
 
 
-def _blocks(rows: Sequence[Span], heads: int):
+def _blocks(rows: Sequence[Span], heads: int, at_once: int):
     """(queries, keys) slices into N and M: blocks of queries with the keys that the last of them sees."""
     for row in rows:
-        size = max(LEAST_QUERIES, SCORES_AT_ONCE // (heads * row.keys))
+        size = max(LEAST_QUERIES, at_once // (heads * row.keys))
         for begin in range(0, row.queries, size):
             end = min(begin + size, row.queries)
             seen = row.keys - row.queries + end
@@ -407,7 +415,7 @@ class _Attend(torch.autograd.Function):
         own_scores = torch.einsum("vgnd,kvnd->vgnk", q.float(), own_k.float()) / math.sqrt(size)
         own_p = torch.empty_like(own_scores)
         out = torch.empty_like(q)
-        for at, seen in _blocks(rows, kv * group):
+        for at, seen in _blocks(rows, kv * group, SCORES_AT_ONCE[q.device.type]):
             n, s = at.stop - at.start, seen.stop - seen.start
             p = _Attend.probabilities(q[:, :, at], keys[:, seen], own_scores[:, :, at])
             own_p[:, :, at] = p[..., s:].view(kv, group, n, -1)
@@ -425,7 +433,7 @@ class _Attend(torch.autograd.Function):
         grad = grad.contiguous()
         delta = (grad.float() * out.float()).sum(-1, keepdim=True)  # [KV, G, N, 1], sum of p · dp over all keys
         grad_q, grad_keys, grad_values = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
-        for at, seen in _blocks(ctx.rows, kv * group):
+        for at, seen in _blocks(ctx.rows, kv * group, SCORES_AT_ONCE[q.device.type]):
             n, s = at.stop - at.start, seen.stop - seen.start
             q_block, grad_block = q[:, :, at].flatten(1, 2), grad[:, :, at].flatten(1, 2)  # [KV, G·n, D]
             p = _Attend.probabilities(q[:, :, at], keys[:, seen], own_scores[:, :, at])[..., :s]
@@ -456,8 +464,7 @@ class Losses:
 
 def draft_loss(outputs: Tensor, head: Tensor, targets: Tensor, target_head: Tensor, weight: Tensor) -> Losses:
     """outputs [K, J, H] after the final norm; head, target_head [Vd, H]; targets [J, H]; weight fp32 [K, J]."""
-    device = outputs.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else outputs.dtype
+    dtype = compute_dtype(outputs)
     arguments = (
         outputs.to(dtype),
         head.to(dtype),
@@ -487,7 +494,7 @@ class _DraftLoss(torch.autograd.Function):
             agreements = torch.zeros(steps, dtype=torch.int64, device=outputs.device)
             grad_outputs = torch.empty_like(outputs) if with_grad else None
             grad_head = torch.zeros(head.shape, device=head.device) if with_grad else None
-            size = max(1, LOGITS_AT_ONCE // (steps * len(head)))
+            size = max(1, LOGITS_AT_ONCE[outputs.device.type] // (steps * len(head)))
             for begin in range(0, count, size):
                 chunk = slice(begin, begin + size)
                 w = weight[:, chunk]
@@ -496,7 +503,7 @@ class _DraftLoss(torch.autograd.Function):
                 x = outputs[:, chunk].reshape(-1, outputs.shape[-1])  # [K·c, H]
                 logits = F.linear(x, head).float().view(steps, -1, len(head))
                 best, token = logits.max(-1)  # [K, c]
-                cross = torch.linalg.vecdot(p.expand_as(logits), logits)
+                cross = torch.bmm(logits.transpose(0, 1), p[..., None]).squeeze(-1).T  # sum of p · logits
                 q = logits.softmax(-1)
                 # log-sum-exp = best - log q[best], and q[best] ≥ 1/Vd: no need to pass over the logits again
                 cross = best - q.gather(-1, token[..., None]).squeeze(-1).log() - cross
@@ -505,9 +512,10 @@ class _DraftLoss(torch.autograd.Function):
                 by_step += (cross * counted).sum(1)
                 agreements += ((token == target_logits.argmax(-1)) & counted).sum(1)
                 if with_grad:
-                    grad_logits = q.sub_(p).mul_(w[..., None]).flatten(0, 1).to(head.dtype)
-                    grad_outputs[:, chunk] = (grad_logits @ head).view(steps, -1, outputs.shape[-1])
-                    grad_head += grad_logits.mT @ x
+                    grad_logits = q.sub_(p).flatten(0, 1).to(head.dtype)  # of the unweighted cross-entropy
+                    w = w.reshape(-1, 1)
+                    grad_outputs[:, chunk] = (w * (grad_logits @ head)).view(steps, -1, outputs.shape[-1])
+                    grad_head += grad_logits.mT @ (w * x).to(head.dtype)
         ctx.save_for_backward(grad_outputs, grad_head)
         ctx.mark_non_differentiable(by_step, agreements)
         ctx.head_dtype = head.dtype
