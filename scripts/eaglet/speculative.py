@@ -136,6 +136,11 @@ class TargetDecoder:
         aux = self._tap.aux()[0]
         return aux if rows is None else aux[list(rows)]
 
+    def read_all(self, token_ids: Sequence[int]) -> Tensor:
+        """`last` [T, H] of a whole sequence, in one pass that leaves the cache alone; `aux` then covers all of it."""
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        return self.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+
     def _read(self, token_ids: Sequence[int], *, last_only: bool = False, **more: Tensor) -> Tensor:
         ids = torch.tensor([list(token_ids)], device=self.device)
         hidden = self.decoder(input_ids=ids, cache=self.cache, use_cache=True, **more).last_hidden_state[0]
@@ -214,6 +219,12 @@ class Round:
     accepted: int  # drafted tokens that stayed
     emitted: int  # tokens added: the accepted ones and the target's own, unless the output ended before it
 
+    @classmethod
+    def of(cls, draft: Draft, start: int, accepted: int, emitted: int, *, stopped: bool) -> "Round":
+        """`stopped`: the last emitted token ended the output, so what was drafted beyond it does not count."""
+        reach = max(draft.depths(), default=0)
+        return cls(start, min(reach, emitted) if stopped else reach, min(accepted, emitted), emitted)
+
 
 @dataclass
 class Decoded:
@@ -248,12 +259,42 @@ def decode(
         target.keep(path)
         added = [*(draft.tokens[i] for i in path), following]
         end = next((i + 1 for i, token in enumerate(added) if token in stop_ids), len(added))
-        reach = max(draft.depths(), default=0)
-        if added[end - 1] in stop_ids:
-            reach = min(reach, end)
-        decoded.rounds.append(Round(len(output), reach, min(len(path), end), end))
+        decoded.rounds.append(Round.of(draft, len(output), len(path), end, stopped=added[end - 1] in stop_ids))
         output += added[:end]
         if drafts:
             proposer.advance(added, target.aux([0, *(i + 1 for i in path)]))
     decoded.seconds = time.perf_counter() - begun
     return decoded
+
+
+@torch.inference_mode()
+def replay(
+    proposer: Proposer,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    aux: Tensor,
+    *,
+    max_new_tokens: int,
+    draft_tokens: int,
+) -> list[Round]:
+    """The rounds in which `decode` would come to a greedy output, found without the target: its answers are known.
+
+    aux [len(prompt_ids) + len(output_ids), 3H]: of the whole sequence, from one pass.
+    """
+    at, known, rounds = len(prompt_ids), 1, []  # `known` output tokens; output token i stands at position at + i
+    proposer.start(prompt_ids, output_ids[0], aux[:at])
+    while known < len(output_ids):
+        draft = proposer.propose(min(draft_tokens, max_new_tokens - known - 1))
+        children, node, accepted = draft.children(), -1, 0
+        while known + accepted < len(output_ids):
+            following = output_ids[known + accepted]
+            child = next((c for c in children.get(node, ()) if draft.tokens[c] == following), None)
+            if child is None:
+                break
+            node, accepted = child, accepted + 1
+        end = min(known + accepted + 1, len(output_ids))
+        stopped = end == len(output_ids) and end < max_new_tokens
+        rounds.append(Round.of(draft, known, accepted, end - known, stopped=stopped))
+        proposer.advance(output_ids[known:end], aux[at + known - 1 : at + end - 1])
+        known = end
+    return rounds
