@@ -17,7 +17,7 @@ import torch
 from eaglet import program
 from eaglet.digests import file_sha256, hidden_key
 from eaglet.errors import StoreError, TargetError
-from eaglet.files import write_json
+from eaglet.files import readable_size, write_json
 from eaglet.forward import HiddenForward, auxiliary_layers
 from eaglet.hidden_store import HiddenStore, bytes_per_token
 from eaglet.progress import progress
@@ -119,30 +119,24 @@ def refuse_without_room(store: HiddenStore, missing: Sequence[Row], hidden_size:
     needed = tokens * bytes_per_token(hidden_size, dtype) + len(missing) * 1024
     place = next(folder for folder in [store.root, *store.root.absolute().parents] if folder.exists())
     free = shutil.disk_usage(place).free
-    print(f"to capture: {len(missing)} rows, {tokens:,} tokens, {size(needed)} of {size(free)} free", flush=True)
+    print(
+        f"to capture: {len(missing)} rows, {tokens:,} tokens, {readable_size(needed)} of {readable_size(free)} free",
+        flush=True,
+    )
     if needed + SPARE_BYTES > free:
         smaller = (
             ""
             if dtype.startswith("float8")
             else (
-                f"hidden_states.dtype: float8_e4m3fn takes {size(tokens * bytes_per_token(hidden_size, 'float8_e4m3fn'))}; "
+                f"hidden_states.dtype: float8_e4m3fn takes {readable_size(tokens * bytes_per_token(hidden_size, 'float8_e4m3fn'))}; "
             )
         )
         raise StoreError(
             f"{store.root}: the hidden states of {len(missing)} rows ({tokens:,} tokens of {hidden_size} × 4 values, {dtype}) need "
-            f"{size(needed)}, and {size(free)} are free, of which {size(SPARE_BYTES)} stay free. {smaller}"
+            f"{readable_size(needed)}, and {readable_size(free)} are free, of which {readable_size(SPARE_BYTES)} stay free. {smaller}"
             "sampling.max_new_tokens, datasets.*.max_prompts and datasets.*.max_tokens make fewer tokens; "
             "scripts/store.py lists what no run refers to any more"
         )
-
-
-def size(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"
 
 
 def _load(turn_format: TurnFormat, layers: list[int], batch_tokens: int | None) -> HiddenForward:
