@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import audit
 import merge
 import prompts
 from eaglet import journal
@@ -28,6 +29,7 @@ from eaglet.turn_format import TurnFormat
 from tiny import build_tiny_target
 
 RUN, STORE = Path("results/demo"), Path("results/store")
+AUDIT = RUN / "provenance/audit/audit.json"
 SAMPLING = {"temperature": 0.7, "top_p": 0.95, "top_k": -1, "min_p": 0.0, "max_new_tokens": 64, "seed": 0}
 LAYERS = [2, 4, 5]
 WORDS = ["write", "a", "short", "list", "of", "three", "things", "for", "a", "walk", "in", "the", "rain"]
@@ -56,6 +58,24 @@ def build_synthetic_run(datasets: dict[str, int] | None = None, *, shards: int =
     _train(shards)
     _evaluate(list(datasets))
     return RUN
+
+
+def audit_run() -> None:
+    """`audit.py build` on the run that `build_synthetic_run` wrote."""
+    config = Path("config.json").read_text()
+    audit.main(
+        [
+            "build",
+            "--run-dir",
+            str(RUN),
+            "--config-json",
+            config,
+            "--output",
+            str(RUN / "audit"),
+            "--provenance",
+            str(AUDIT),
+        ]
+    )
 
 
 def make_config(datasets: dict[str, int], shards: int) -> dict:

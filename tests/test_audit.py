@@ -11,26 +11,7 @@ import audit
 from eaglet.errors import AuditFailed, RecordError
 from eaglet.files import read_json
 from eaglet.records import iter_rows
-from synthetic_run import HOSTILE, RUN, build_synthetic_run
-
-AUDIT = RUN / "provenance/audit/audit.json"
-
-
-def build(run: Path = RUN) -> None:
-    config = Path("config.json").read_text()
-    audit.main(
-        [
-            "build",
-            "--run-dir",
-            str(run),
-            "--config-json",
-            config,
-            "--output",
-            str(run / "audit"),
-            "--provenance",
-            str(AUDIT),
-        ]
-    )
+from synthetic_run import AUDIT, HOSTILE, RUN, audit_run, build_synthetic_run
 
 
 def verify(capsys, *options: str) -> dict:
@@ -42,26 +23,7 @@ def verify(capsys, *options: str) -> dict:
     return said
 
 
-@pytest.fixture(scope="session")
-def audited_run(tmp_path_factory):
-    """The folder in which results/demo lies, complete and audited; not to be changed."""
-    folder = tmp_path_factory.mktemp("audited")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        build_synthetic_run()
-        build()
-    return folder
-
-
-@pytest.fixture
-def run(audited_run, tmp_path, monkeypatch):
-    """A copy of it as the working directory, to be changed."""
-    shutil.copytree(audited_run, tmp_path / "copy")
-    monkeypatch.chdir(tmp_path / "copy")
-    return RUN
-
-
-def test_an_untouched_run_passes(run, capsys):
+def test_an_untouched_run_passes(demo_run, capsys):
     said = verify(capsys)
     assert said["holds"]
     assert said["checked"] == {
@@ -97,7 +59,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("pattern", KINDS.values(), ids=KINDS)
-def test_one_flipped_byte_is_found_and_named(pattern, run, capsys):
+def test_one_flipped_byte_is_found_and_named(pattern, demo_run, capsys):
     path = sorted(Path().glob(pattern))[0]
     data = path.read_bytes()
     for place in [0, len(data) - 1, *random.sample(range(len(data)), 6)]:
@@ -110,18 +72,18 @@ def test_one_flipped_byte_is_found_and_named(pattern, run, capsys):
 
 
 @pytest.mark.parametrize("pattern", KINDS.values(), ids=KINDS)
-def test_a_missing_file_is_named(pattern, run, capsys):
+def test_a_missing_file_is_named(pattern, demo_run, capsys):
     path = sorted(Path().glob(pattern))[0]
     path.unlink()
     assert str(path) in {found["file"] for found in verify(capsys)["breaks"]}
 
 
-def test_a_file_that_no_job_wrote_is_named(run, capsys):
+def test_a_file_that_no_job_wrote_is_named(demo_run, capsys):
     (RUN / "shards/extra.parquet").write_bytes(b"whence?")
     assert [found["file"] for found in verify(capsys)["breaks"]] == ["results/demo/shards/extra.parquet"]
 
 
-def test_a_flipped_prompt_names_the_line(run, capsys):
+def test_a_flipped_prompt_names_the_line(demo_run, capsys):
     path = RUN / "prompts/notes.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     lines[4] = lines[4].replace("notes 4", "notes 5")
@@ -129,11 +91,11 @@ def test_a_flipped_prompt_names_the_line(run, capsys):
     assert "line 5" in {found["row"] for found in verify(capsys)["breaks"] if found["file"] == str(path)}
 
 
-def test_sampling_reads_so_many_files_of_hidden_states(run, capsys):
+def test_sampling_reads_so_many_files_of_hidden_states(demo_run, capsys):
     assert verify(capsys, "--sample", "4")["checked"]["hidden"] == 4
 
 
-def test_a_broken_chain_is_told_for_people(run):
+def test_a_broken_chain_is_told_for_people(demo_run):
     (RUN / "drafter/model.safetensors").write_text("other weights")
     with pytest.raises(
         AuditFailed, match=r"does not hold in 1 place:\n.*model.safetensors \[train\]: is not what train train wrote"
@@ -141,34 +103,34 @@ def test_a_broken_chain_is_told_for_people(run):
         audit.main(["verify", "--run-dir", str(RUN)])
 
 
-def test_build_refuses_a_broken_chain_and_writes_nothing(run):
+def test_build_refuses_a_broken_chain_and_writes_nothing(demo_run):
     shutil.rmtree(RUN / "audit")
     (RUN / "drafter/model.safetensors").write_text("other weights")
     with pytest.raises(AuditFailed, match="does not hold"):
-        build()
+        audit_run()
     assert not (RUN / "audit").exists()
 
 
-def test_lineage_is_the_same_wherever_and_whenever_the_jobs_ran(run, capsys, audited_run):
+def test_lineage_is_the_same_wherever_and_whenever_the_jobs_ran(demo_run, capsys, audited_run):
     build_synthetic_run()
-    build()
+    audit_run()
     first, second = (folder / RUN / "audit/lineage.json" for folder in (audited_run, Path()))
     assert first.read_bytes() == second.read_bytes()
     assert verify(capsys)["holds"]
 
 
-def test_a_run_that_went_on_after_its_audit_is_told(run, capsys):
+def test_a_run_that_went_on_after_its_audit_is_told(demo_run, capsys):
     build_synthetic_run({"notes": 12, "code": 8})
     breaks = verify(capsys)["breaks"]
     assert any("when the run was audited" in found["problem"] for found in breaks)
 
 
-def test_a_run_that_was_not_audited_is_told(run, capsys):
+def test_a_run_that_was_not_audited_is_told(demo_run, capsys):
     AUDIT.unlink()
     assert [found["file"] for found in verify(capsys)["breaks"]] == [str(AUDIT)]
 
 
-def test_a_row_can_be_followed_to_its_source(run, capsys):
+def test_a_row_can_be_followed_to_its_source(demo_run, capsys):
     row = next(r for r in iter_rows(RUN / "shards/shard-0.parquet", "shard") if r["dataset"] == "notes")
     audit.main(["row", row["sample_id"], "--run-dir", str(RUN), "--json"])
     (trail,) = json.loads(capsys.readouterr().out)["datasets"]
@@ -189,7 +151,7 @@ def test_a_row_can_be_followed_to_its_source(run, capsys):
     assert trail["checks"]["row_digest"] == row["row_digest"]
 
 
-def test_a_quarantined_row_says_why(run, capsys):
+def test_a_quarantined_row_says_why(demo_run, capsys):
     row = next(iter_rows(RUN / "quarantine/notes.parquet", "quarantine"))
     audit.main(["row", row["sample_id"], "--run-dir", str(RUN)])
     said = capsys.readouterr().out
@@ -197,7 +159,7 @@ def test_a_quarantined_row_says_why(run, capsys):
     assert "- truncated" in said
 
 
-def test_a_row_is_shown_with_its_markers_visible(run, capsys):
+def test_a_row_is_shown_with_its_markers_visible(demo_run, capsys):
     row = next(r for r in iter_rows(RUN / "raw/notes.parquet", "raw"))
     audit.main(["row", row["sample_id"], "--run-dir", str(RUN)])
     said = capsys.readouterr().out
@@ -206,12 +168,12 @@ def test_a_row_is_shown_with_its_markers_visible(run, capsys):
     assert HOSTILE in said
 
 
-def test_an_unknown_row_is_refused(run):
+def test_an_unknown_row_is_refused(demo_run):
     with pytest.raises(RecordError, match="in no prompts file"):
         audit.main(["row", "0" * 16, "--run-dir", str(RUN)])
 
 
-def test_a_shard_says_where_its_rows_came_from(run, capsys):
+def test_a_shard_says_where_its_rows_came_from(demo_run, capsys):
     audit.main(["shard", "0", "--run-dir", str(RUN), "--json"])
     said = json.loads(capsys.readouterr().out)
     entry = read_json(RUN / "shards/manifest.json")["shards"][0]
@@ -226,6 +188,6 @@ def test_a_shard_says_where_its_rows_came_from(run, capsys):
     assert {job["job"] for job in said["jobs"]} >= {"generate/notes", "merge/merge", "hidden_states/shard-0"}
 
 
-def test_an_unknown_shard_is_refused(run):
+def test_an_unknown_shard_is_refused(demo_run):
     with pytest.raises(RecordError, match="no such shard"):
         audit.main(["shard", "9", "--run-dir", str(RUN)])

@@ -173,7 +173,7 @@ class Node:
 
 def graph(columns: Sequence[str], nodes: Mapping[str, Node], edges: Sequence[tuple[str, str]]) -> Markup:
     """Boxes in named columns with curves between them; `edges` are pairs of keys of `nodes`."""
-    width, height, across, down, head = 138, 44, 34, 14, 26
+    width, height, across, down, head = 132, 44, 28, 12, 24
     tallest = max((sum(n.column == c for n in nodes.values()) for c in range(len(columns))), default=1)
     total = (len(columns) * (width + across) - across, head + tallest * (height + down))
     places, filled = {}, dict.fromkeys(range(len(columns)), 0)
@@ -198,7 +198,7 @@ def graph(columns: Sequence[str], nodes: Mapping[str, Node], edges: Sequence[tup
         node = nodes[key]
         drawn.append(
             f'<g><rect class="node" x="{x}" y="{y:.1f}" width="{width}" height="{height}" rx="7"/>'
-            f'<text class="title" x="{x + 10}" y="{y + 18:.1f}">{escape(_fitting(node.title, 19))}</text>'
+            f'<text class="title" x="{x + 10}" y="{y + 18:.1f}">{escape(_fitting(node.title, 18))}</text>'
             f'<text class="note" x="{x + 10}" y="{y + 34:.1f}">{escape(_fitting(node.note, 22))}</text>'
             f"<title>{escape(node.title)}: {escape(node.note)}</title></g>"
         )

@@ -102,40 +102,49 @@ def _drops(chain: Chain) -> list[dict]:
     ]
 
 
+COLUMNS = {  # of the graph: heading -> stages whose jobs stand there
+    "sources, target": ["source"],
+    "prompts, turn format": ["target", "prompts"],
+    **{stage.replace("_", " "): [stage] for stage in STAGES[2:]},
+}
+
+
 def _graph(chain: Chain) -> charts.Markup:
-    """Sources and stages as columns; a stage with many jobs is one box."""
-    columns = ["sources", *STAGES]
+    """Jobs in the columns of their stages, the sources before them; a stage with many jobs is one box."""
     nodes: dict[str, charts.Node] = {}
     box_of: dict[str, str] = {}  # path -> key of the box that wrote it, or is it
     edges: dict[tuple[str, str], None] = {}
     for (stage, name), job in chain.jobs.items():
-        alone = len(chain.of_stage(stage)) <= SHOWN_ALONE
-        key = f"{stage}/{name}" if alone else stage
-        rows = job["rows"]
-        note = f"{rows['in']:,} → {rows['out']:,} rows" if rows["in"] else ", ".join(_names(job["outputs"]))
-        if not alone:
-            jobs = chain.of_stage(stage).values()
-            note = f"{sum(j['rows']['in'] for j in jobs):,} → {sum(j['rows']['out'] for j in jobs):,} rows"
-        title = (name if name != stage else stage) if alone else f"{len(chain.of_stage(stage))} jobs"
-        nodes[key] = charts.Node(columns.index(stage), title, note)
+        key = _box(chain, stage, name)
+        nodes[key] = _node(chain, stage, name)
         for source in job["inputs"]:
             if stage == "prompts" and source["path"] not in box_of:
-                box_of[source["path"]] = box = f"source/{source['path']}"
-                nodes[box] = charts.Node(0, Path(source["path"]).name, f"sha256 {source['sha256'][:12]}")
+                box_of[source["path"]] = box = _box(chain, "source", source["path"], "prompts")
+                alone = box != "source"
+                title = Path(source["path"]).name if alone else f"{len(chain.of_stage('prompts'))} sources"
+                nodes[box] = charts.Node(0, title, f"sha256 {source['sha256'][:8]}" if alone else "")
             if source["path"] in box_of:
                 edges[box_of[source["path"]], key] = None
         for output in job["outputs"]:
             box_of[output["path"]] = key
-    sources = [key for key in nodes if key.startswith("source/")]
-    if len(sources) > SHOWN_ALONE:
-        edges = {("sources" if start in sources else start, end): None for start, end in edges}
-        nodes = {key: node for key, node in nodes.items() if key not in sources}
-        nodes["sources"] = charts.Node(0, f"{len(sources)} sources", "")
-    return charts.graph([c.replace("_", " ") for c in columns], nodes, list(edges))
+    return charts.graph(list(COLUMNS), nodes, list(edges))
 
 
-def _names(entries: Sequence[Mapping]) -> list[str]:
-    return [Path(entry["path"]).name for entry in entries]
+def _box(chain: Chain, kind: str, name: str, stage: str | None = None) -> str:
+    """A box of its own, or the stage's where there are many."""
+    return f"{kind}/{name}" if len(chain.of_stage(stage or kind)) <= SHOWN_ALONE else kind
+
+
+def _node(chain: Chain, stage: str, name: str) -> charts.Node:
+    jobs = list(chain.of_stage(stage).values())
+    title = f"{len(jobs)} jobs"
+    if len(jobs) <= SHOWN_ALONE:
+        jobs = [chain.jobs[stage, name]]
+        title = name.replace("_", " ") if stage != "target" else f"target {name}".replace("target turn_", "turn ")
+    rows_in, rows_out = (sum(job["rows"][way] for job in jobs) for way in ("in", "out"))
+    note = f"{rows_in:,} → {rows_out:,} rows" if rows_in else Path(jobs[0]["outputs"][0]["path"]).name
+    column = 0 if (stage, name) == ("target", "model") else [stage in held for held in COLUMNS.values()].index(True)
+    return charts.Node(column, title, note)
 
 
 def _seconds(time: str) -> float:

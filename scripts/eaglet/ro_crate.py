@@ -14,7 +14,7 @@ from urllib.parse import quote
 from eaglet.lineage import Chain
 
 CRATE = "https://w3id.org/ro/crate/1.1"
-CONTEXT = [f"{CRATE}/context", "https://w3id.org/ro/terms/workflow-run/context"]
+CONTEXT = f"{CRATE}/context"
 PROFILE = "https://w3id.org/ro/wfrun/process/0.5"
 LICENSE = "https://spdx.org/licenses/Apache-2.0"
 MEDIA_TYPES = {
@@ -46,6 +46,7 @@ def crate(chain: Chain, folder: Path) -> dict:
         "datePublished": ended,
         "license": {"@id": LICENSE},
         "conformsTo": {"@id": PROFILE},
+        "author": {"@id": "#agent"},
         "hasPart": [{"@id": file["@id"]} for file in files],
         "mentions": [{"@id": action["@id"]} for action in actions],
     }
@@ -80,11 +81,11 @@ def _action(stage: str, name: str, job: Mapping, folder: Path) -> dict:
         "description": f"{job['command']} ({rows['in']} rows in, {rows['out']} out{dropped})",
         "instrument": {"@id": _program(job)["@id"]},
         "agent": {"@id": "#agent"},
-        "object": [{"@id": _identifier(entry["path"], folder)} for entry in _once(job["inputs"])],
-        "result": [{"@id": _identifier(entry["path"], folder)} for entry in _once(job["outputs"])],
+        "object": _references(job["inputs"], folder),
+        "result": _references(job["outputs"], folder),
         "startTime": job["started"],
         "endTime": job["ended"],
-        "actionStatus": {"@id": "http://schema.org/CompletedActionStatus"},
+        "actionStatus": "http://schema.org/CompletedActionStatus",
     }
 
 
@@ -113,5 +114,7 @@ def _file(path: str, sha256: str, folder: Path) -> dict:
     }
 
 
-def _once(entries: list) -> list:
-    return list({entry["path"]: entry for entry in entries}.values())
+def _references(entries: list[Mapping], folder: Path) -> dict | list[dict]:
+    """To each file once; a single one stands alone, as RO-Crate recommends."""
+    found = [{"@id": name} for name in dict.fromkeys(_identifier(entry["path"], folder) for entry in entries)]
+    return found[0] if len(found) == 1 else found

@@ -21,7 +21,7 @@ from eaglet.files import read_json
 from eaglet.hidden_store import HiddenStore
 from eaglet.lineage import Chain
 from eaglet.progress import progress
-from eaglet.records import RAW, iter_jsonl, iter_rows, read_metadata, row_digest
+from eaglet.records import RAW, iter_jsonl, iter_rows, iter_tables, read_metadata, row_digests
 from eaglet.turn_format import TurnFormat
 
 ANSWERED = ("output_ids", "finish_reason", "matched_stop")  # what a journal line and a raw row share
@@ -63,8 +63,10 @@ def _reading(chain: Chain, stage: str, path: str) -> Iterator[None]:
 
 
 def check_prompts(chain: Chain, dataset: str) -> dict[str, int]:
-    """sample_id -> line number; each id must be the digest of its line's conversation."""
+    """sample_id -> line number; each id must be the digest of its line's conversation, and each source one that was read."""
     path, lines = chain.path("prompts", f"{dataset}.jsonl"), {}
+    job = chain.job("prompts", dataset)
+    sources = {source["sha256"] for source in job["inputs"]} if job else set()
     with _reading(chain, "prompts", path):
         for number, record in iter_jsonl(path):
             named = record["sample_id"]
@@ -75,6 +77,12 @@ def check_prompts(chain: Chain, dataset: str) -> dict[str, int]:
             elif named in lines:
                 chain.at_fault(
                     "prompts", path, f"the row of line {lines[named]} again", row=f"line {number}", found=named
+                )
+            source = record["source"].get("sha256")
+            if source and sources and source not in sources:
+                problem = "names a source that the job did not read"
+                chain.at_fault(
+                    "prompts", path, problem, row=f"line {number}", expected=" or ".join(sources), found=source
                 )
             lines[named] = number
     return lines
@@ -119,7 +127,7 @@ def check_raw(chain: Chain, dataset: str, prompts: dict[str, int], journals: Jou
     path, rows, last = chain.path("raw", f"{dataset}.parquet"), {}, 0
     with _reading(chain, "generate", path):
         requests = journals and journals.requests(read_metadata(path, "raw"))
-        for row in iter_rows(path, "raw"):
+        for row, digest in _digested(path, "raw", RAW.names):
             name = row["sample_id"]
             line = prompts.get(name)
             if prompts and line is None:
@@ -129,7 +137,7 @@ def check_raw(chain: Chain, dataset: str, prompts: dict[str, int], journals: Jou
             last = line or last
             if journals:
                 _check_answer(chain, path, row, requests, journals, dataset)
-            rows[name] = row_digest(row)
+            rows[name] = digest
     return rows
 
 
@@ -149,30 +157,42 @@ def _check_answer(chain: Chain, path: str, row: dict, requests: Requests, journa
 def check_checked(chain: Chain, dataset: str, raw: dict[str, str]) -> dict[str, str]:
     """sample_id -> row digest; each row must have its own digest, and be a raw row, and no raw row may be lost."""
     path, digests = chain.path("checked", f"{dataset}.parquet"), {}
+    before = len(chain.breaks)
     with _reading(chain, "validate", path):
-        for row in iter_rows(path, "checked"):
+        for row, digest in _digested(path, "checked", ["sample_id", "row_digest"]):
             name = row["sample_id"]
-            digests[name] = _check_digest(chain, "validate", path, row)
+            digests[name] = _check_digest(chain, "validate", path, row, digest)
             if raw and name not in raw:
                 chain.at_fault("validate", path, f"is no row of raw/{dataset}.parquet", row=name)
             elif raw and raw[name] != row["row_digest"]:
                 problem = f"is not the row of raw/{dataset}.parquet"
                 chain.at_fault("validate", path, problem, row=name, expected=raw[name], found=row["row_digest"])
-    path = chain.path("quarantine", f"{dataset}.parquet")
+    path, quarantined = chain.path("quarantine", f"{dataset}.parquet"), set()
     with _reading(chain, "validate", path):
-        for row in iter_rows(path, "quarantine", [*RAW.names, "reasons"]):
+        for row, digest in _digested(path, "quarantine", ["sample_id", "reasons"]):
             name = row["sample_id"]
             if name in digests:
                 chain.at_fault("validate", path, "is in the checked file too", row=name)
-            elif raw and (name not in raw or raw[name] != row_digest(row)):
+            elif raw and (name not in raw or raw[name] != digest):
                 chain.at_fault("validate", path, f"is no row of raw/{dataset}.parquet", row=name)
             elif not row["reasons"]:
                 chain.at_fault("validate", path, "is quarantined without a reason", row=name)
+            quarantined.add(name)
+    if len(chain.breaks) == before:
+        for name in (n for n in raw if n not in digests and n not in quarantined):
+            chain.at_fault(
+                "validate", chain.path("raw", f"{dataset}.parquet"), "is neither checked nor quarantined", row=name
+            )
     return digests
 
 
-def _check_digest(chain: Chain, stage: str, path: str, row: dict) -> str:
-    found = row_digest(row)
+def _digested(path: str, kind: str, columns: list[str]) -> Iterator[tuple[dict, str]]:
+    """Rows with some of their columns, and the digest of what they hold."""
+    for table in iter_tables(path, kind):
+        yield from zip(table.select(columns).to_pylist(), row_digests(table), strict=True)
+
+
+def _check_digest(chain: Chain, stage: str, path: str, row: dict, found: str) -> str:
     if found != row["row_digest"]:
         problem = "the content is not the one that its row_digest names"
         chain.at_fault(stage, path, problem, row=row["sample_id"], expected=row["row_digest"], found=found)
@@ -205,9 +225,9 @@ def _check_shard_rows(chain: Chain, roots: dict[str, str], expected: dict[str, t
     for path in progress(roots, what="audit shards", unit="shard"):
         leaves = []
         with _reading(chain, "merge", path):
-            for row in iter_rows(path, "shard"):
+            for row, found in _digested(path, "shard", ["sample_id", "dataset", "row_digest"]):
                 name = row["sample_id"]
-                leaves.append(_check_digest(chain, "merge", path, row))
+                leaves.append(_check_digest(chain, "merge", path, row, found))
                 dataset, digest = expected.get(name, (row["dataset"], None))
                 if name not in unseen or dataset != row["dataset"]:
                     chain.at_fault("merge", path, "is no checked row, or is in the shards twice", row=name)
