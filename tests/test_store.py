@@ -75,7 +75,7 @@ def test_damage_is_named_and_removed_when_told(results, capsys):
     capsys.readouterr()
     assert run(folder, "verify", "--json") == 1
     problems = json.loads(capsys.readouterr().out)
-    assert {k for k in problems} == {hidden.path(key).as_posix() for key in keys[:2]}
+    assert set(problems) == {hidden.path(key).as_posix() for key in keys[:2]}
     assert (
         "SHA-256" in problems[hidden.path(keys[0]).as_posix()]
         and "missing" in problems[hidden.path(keys[1]).as_posix()]
