@@ -102,10 +102,8 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Output tokens; of a row that is still open, the least that it will have."""
-        if self.generation is not None:
-            return len(self.generation.output_ids)
-        return 0 if self.set_aside else 1
+        """Output tokens; 0 of a row that is still open: it may yet be set aside."""
+        return 0 if self.generation is None else len(self.generation.output_ids)
 
     def answer(self, generation: Generation) -> None:
         compact = np.asarray(generation.output_ids, dtype=np.int32)  # 4 bytes an id; a list of ints takes 36
@@ -126,23 +124,23 @@ class Window:
         self.cut = False  # the row that the file ends before is known
         self.spent = 0  # output tokens of the rows that have left
         self.open = 0  # rows that are not finished
-        self._least = 0  # output tokens of all rows that ever entered, an open row counting one
+        self._known = 0  # output tokens of all finished rows that ever entered
         self._left_answered = 0
 
     def add(self, rows: Sequence[Row]) -> None:
         self.rows.extend(rows)
-        self._least += sum(row.tokens for row in rows)
+        self._known += sum(row.tokens for row in rows)
         self.open += sum(not row.finished for row in rows)
         self._find_limit()
 
     def finish(self, row: Row) -> None:
         """To be called when a row that entered open has been finished."""
-        self._least += row.tokens - 1
+        self._known += row.tokens
         self.open -= 1
         self._find_limit()
 
     def _find_limit(self) -> None:
-        if self._least <= self.max_tokens:
+        if self._known <= self.max_tokens:
             return
         total = self.spent
         for row in self.rows:
@@ -173,7 +171,7 @@ class Window:
         if self.max_tokens == math.inf:
             return most
         mean = max(1.0, self.spent / self._left_answered if self._left_answered else guess)
-        left = self.max_tokens - self._least - self.open * (mean - 1)
+        left = self.max_tokens - self._known - self.open * mean
         return 0 if left <= 0 or self.cut else min(most, max(least, math.ceil(left / mean)))
 
 
@@ -209,6 +207,35 @@ def choose_samples(path: str | Path, count: int) -> list[Sample]:
         for index, r in enumerate(read_prompts(path))
         if index in chosen
     ]
+
+
+class RenderAhead:
+    """Rows whose prompts are rendered in a thread, a chunk ahead of their use, so that no server waits for a template."""
+
+    def __init__(self, rows: Iterator[Row]):
+        self._rows = rows
+        self._ready: deque[Row] = deque()
+        self._thread = ThreadPoolExecutor(1, "render")
+        self._next = self._thread.submit(self._chunk)
+        self.exhausted = False  # everything has been taken
+
+    def __enter__(self) -> "RenderAhead":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._thread.shutdown()
+
+    def take(self, count: int) -> list[Row]:
+        """Up to `count` rows in file order, fewer only at the end.  Raises what rendering raises."""
+        while len(self._ready) < count and (chunk := self._next.result()):
+            self._ready.extend(chunk)
+            self._next = self._thread.submit(self._chunk)
+        taken = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+        self.exhausted = len(taken) < count
+        return taken
+
+    def _chunk(self) -> list[Row]:
+        return list(islice(self._rows, LOOK_AHEAD))
 
 
 @dataclass
@@ -304,25 +331,20 @@ class Capture:
     # ---- the loop
 
     def _capture(self, writer: RecordWriter, what: str) -> None:
-        source, batch = self._rendered(), []
-        with ThreadPoolExecutor(1, "render") as ahead, progress(total=self.result.rows_in, what=what) as bar:
+        batch: list[Row] = []
+        with RenderAhead(self._rendered()) as prompts, progress(total=self.result.rows_in, what=what) as bar:
             try:
-                chunk = ahead.submit(self._chunk, source, self._rows_wanted() or 1)
-                exhausted = False
                 while True:
                     for row in self._window.leave():
                         batch.append(row)
                         if len(batch) == WRITE_ROWS:
                             self._write(writer, batch)
                             batch = []
-                    if self._window.cut or (exhausted and not self._window.rows):
+                    if self._window.cut or (prompts.exhausted and not self._window.rows):
                         break
                     self._hand_out()
-                    if not exhausted and not self._pending and self._has_room():
-                        rows = chunk.result()
-                        exhausted = not rows
-                        chunk = ahead.submit(self._chunk, source, self._rows_wanted() or self.tuning.max_in_flight)
-                        self._enter(rows, bar)
+                    if not prompts.exhausted and not self._pending and self._has_room():
+                        self._enter(prompts.take(self._rows_wanted() or self.tuning.max_in_flight), bar)
                     elif self._under_way:
                         self._take_answer(bar)
                 while self._under_way:  # answers on their way are beyond the cap; they are kept for a larger one
@@ -370,9 +392,6 @@ class Capture:
                 context = self.requests.context_length
                 row.set_aside = ("no_room", f"a prompt of {len(ids)} tokens in a context of {context}")
             yield row
-
-    def _chunk(self, source: Iterator[Row], count: int) -> list[Row]:
-        return list(islice(source, count))
 
     def _enter(self, rows: list[Row], bar: Any) -> None:
         """Take a chunk into the window: what the journals hold is finished at once, the rest will be asked."""

@@ -310,17 +310,31 @@ class Client:
 
 
 class _CountingAdapter(HTTPAdapter):
-    """Pooled connections to one server, and how many were ever opened."""
+    """Pooled connections to one server, and how often one was made (urllib3 also renews a dropped one in its place)."""
 
-    pool: HTTPConnectionPool | None = None
+    def __init__(self, **named: Any):
+        super().__init__(**named)
+        self.connections_made = 0
+        self._pool: HTTPConnectionPool | None = None
+        self._lock = threading.Lock()
 
     def get_connection_with_tls_context(self, *arguments: Any, **named: Any) -> HTTPConnectionPool:
-        self.pool = super().get_connection_with_tls_context(*arguments, **named)
-        return self.pool
+        pool = super().get_connection_with_tls_context(*arguments, **named)
+        with self._lock:
+            if pool is not self._pool:
+                self._pool, pool.ConnectionCls = pool, self._counted(pool.ConnectionCls)
+        return pool
 
-    @property
-    def connections_made(self) -> int:
-        return self.pool.num_connections if self.pool else 0
+    def _counted(self, connection_class: type) -> type:
+        adapter = self
+
+        class Counted(connection_class):
+            def connect(self) -> None:
+                super().connect()
+                with adapter._lock:
+                    adapter.connections_made += 1
+
+        return Counted
 
 
 def _session(connection: Connection, connections: int) -> requests.Session:

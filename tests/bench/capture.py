@@ -41,10 +41,9 @@ def main() -> None:
 
 def measure(folder: Path, rows: int, max_in_flight: int) -> dict:
     from capturing import SETTINGS, write_prompts
-    from tiny import build_tiny_target
-
     from eaglet.inference import infer
     from eaglet.targets import Target
+    from tiny import build_tiny_target
 
     turn_format = infer(Target(str(build_tiny_target(folder / "model")), dtype="float32"))
     turn_format.save(folder / "turn_format.json")
