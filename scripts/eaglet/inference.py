@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eaglet.digests import content_key, sha256
+from eaglet.digests import sha256
 from eaglet.errors import TurnFormatError
 from eaglet.files import read_json
 from eaglet.probing import (
@@ -148,7 +148,9 @@ def _note_template(found: Findings, probe: Probe) -> None:
     renderer = probe.renderer
     source = renderer.template
     found.note("template_sha256", sha256(source.encode()), "the template that renders, as text")
-    found.note("vocabulary_sha256", content_key(probe.tokenizer.get_vocab()), "token → id of the whole tokenizer")
+    tokens = sorted((number, token) for token, number in probe.tokenizer.get_vocab().items())
+    listed = "\n".join(f"{number} {token}" for number, token in tokens)
+    found.note("vocabulary_sha256", sha256(listed.encode()), "lines `id token` of the whole tokenizer, by id")
     found.note(
         "template_arguments",
         _template_arguments(probe),
@@ -184,10 +186,11 @@ def _template_arguments(probe: Probe) -> dict[str, str]:
     special = set(probe.tokenizer.special_tokens_map) | {f"{name}_token" for name in ("bos", "eos", "pad", "unk")}
     variables = {n: v for n, v in template_variables(renderer.template).items() if n not in special}
     effects = {name: _effect(renderer, name, [True, False, *compared]) for name, compared in variables.items()}
+    effects = {name: effect for name, effect in effects.items() if effect != NO_EFFECT or name in given}
     for name, value in given.items():
         effect = effects.get(name) or _effect(renderer, name, [value, True, False])
         if effect == NO_EFFECT:
-            exist = ", ".join(n for n, e in effects.items() if e != NO_EFFECT) or "none"
+            exist = ", ".join(known for known, changes in effects.items() if changes != NO_EFFECT) or "none"
             raise TurnFormatError(
                 f"target.template_arguments.{name}: {value!r} changes nothing in any rendering, so the model would not do what "
                 f"was asked for; arguments that this template has: {exist}"
@@ -291,13 +294,20 @@ def _around_reasoning(probe: Probe) -> tuple[str | None, str | None, str]:
     between = turn[stop : turn.index(ANSWER, stop)]
     how = f"between reasoning and answer of a turn with {field}: {between!r}"
     calling = {"content": "", field: REASONING, "tool_calls": _call(probe)}
-    if renders(probe.renderer, [USER, {"role": "assistant", **calling}], [PROBE_TOOL]):
-        turn_that_calls = probe.turn(calling, [PROBE_TOOL])
+    if renders(probe.renderer, [USER, {"role": "assistant", **calling}], probe.tools):
+        turn_that_calls = probe.turn(calling, probe.tools)
         if REASONING in turn_that_calls:
             behind = turn_that_calls[turn_that_calls.index(REASONING) + len(REASONING) :]
-            between = probe.common_start(between, behind)
+            between = _without_next_part(probe, probe.common_start(between, behind), turn[:start])
             how += f", and what a turn that calls a tool has in common with it: {between!r}"
     return turn[:start], between.strip() or None, how
+
+
+def _without_next_part(probe: Probe, between: str, before: str) -> str:
+    """`between` without a last token that begins parts of a turn, as it begins the turn itself."""
+    pieces = probe.token_texts(probe.encode(between))
+    begins = probe.token_texts(probe.encode(before))[:1]
+    return between[: -len(pieces[-1])] if pieces[-1:] == begins and len(pieces) > 1 else between
 
 
 def _call(probe: Probe) -> list[dict]:
@@ -342,31 +352,28 @@ def _mirrored(probe: Probe, closing: Marker) -> Marker:
 def _header(probe: Probe, prompt: str, before: str | None, closing: str | None) -> str:
     """The part of the generation prompt that begins every assistant turn; the opening marker, if it is there, follows.
 
-    Where the turn with reasoning starts with the whole generation prompt and goes on, all of it is header.  Else: what
-    it has in common with turns without reasoning; up to the mirror of the closing marker; up to the token that ends a
-    user's header too; all but the last token.
+    All of it where a turn with reasoning starts with it and goes on.  Else the first of these that leaves something:
+    up to the token that ends a user's header too; up to the closing marker's mirror; what it has in common with turns
+    without reasoning; up to the closing marker; all but its last token.
     """
     if closing is None or (before is not None and before.startswith(prompt) and before[len(prompt) :].strip()):
         return prompt
-    if closing in prompt and before is not None:
-        return probe.common_start(prompt, before)[: prompt.index(closing)]
-    for messages in (
-        [USER, {"role": "assistant", "content": ANSWER}, USER],
-        [USER, {"role": "assistant", "content": ANSWER}],
-    ):
-        written = probe.text(messages)
-        turn = written[len(probe.text([USER])) : written.index(ANSWER)]
-        shared = probe.common_start(prompt, turn)
-        if len(shared.rstrip()) < len(prompt.rstrip()):
-            return shared
+    pieces = probe.token_texts(probe.encode(prompt))
+    candidates = ["".join(pieces[: n + 1]) for n, piece in enumerate(pieces) if piece == _last_of_user_header(probe)][
+        :1
+    ]
     mirror = _mirror(closing)
     if mirror and mirror in prompt:
-        return prompt[: prompt.rindex(mirror)]
-    pieces = probe.token_texts(probe.encode(prompt.rstrip()))
-    ends_header = _last_of_user_header(probe)
-    if ends_header in pieces[:-1]:
-        return "".join(pieces[: pieces.index(ends_header) + 1])
-    return "".join(pieces[:-1]) if before is not None and before.rstrip() == prompt.rstrip() else prompt
+        candidates.append(prompt[: prompt.rindex(mirror)])
+    said = {"role": "assistant", "content": ANSWER}
+    for messages in ([USER, said, USER], [USER, said]):
+        turn = probe.text(messages)[len(probe.text([USER])) :]
+        candidates.append(probe.common_start(prompt, turn[: turn.index(ANSWER)]))
+    if closing in prompt:
+        candidates.append(prompt[: prompt.index(closing)])
+    if before is not None and before.rstrip() == prompt.rstrip():
+        candidates.append("".join(probe.token_texts(probe.encode(prompt.rstrip()))[:-1]))
+    return next((header for header in candidates if prompt[len(header) :].strip()), prompt)
 
 
 def _last_of_user_header(probe: Probe) -> str:
@@ -431,8 +438,8 @@ def _note_history(found: Findings, probe: Probe) -> None:
         "content": "eaglet result",
     }
     answered = [USER, calling, result]
-    if renders(probe.renderer, answered, [PROBE_TOOL]) and REASONING in probe.text(
-        answered, [PROBE_TOOL], generation_prompt=True
+    if renders(probe.renderer, answered, probe.tools) and REASONING in probe.text(
+        answered, probe.tools, generation_prompt=True
     ):
         found.note(
             "past_reasoning",

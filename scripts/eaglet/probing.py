@@ -31,6 +31,7 @@ class Probe:
     def __init__(self, renderer: Renderer):
         self.renderer = renderer
         self.tokenizer = renderer.tokenizer
+        self.tools = [PROBE_TOOL] if renderer.tools_rendered else None
         self.added = {int(i) for i in self.tokenizer.added_tokens_decoder}
 
     def text(
@@ -112,10 +113,11 @@ def conversations(renderer: Renderer) -> dict[str, tuple[list[dict], list | None
     all_of_them = {
         "one question": ([USER], None),
         "a system message": ([system, USER], None),
-        "a tool": ([USER], [PROBE_TOOL]),
         "an earlier turn": ([USER, said, USER], None),
-        "a tool's result": (probe_call(True), [PROBE_TOOL]),
+        "a tool's result": (probe_call(True), [PROBE_TOOL] if renderer.tools_rendered else None),
     }
+    if renderer.tools_rendered:
+        all_of_them["a tool"] = ([USER], [PROBE_TOOL])
     return {name: case for name, case in all_of_them.items() if renders(renderer, *case)}
 
 

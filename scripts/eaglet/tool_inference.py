@@ -34,6 +34,8 @@ def infer_tool_markers(
         return None, "the template does not write tool calls"
     if REASONING in turn:
         turn = turn[turn.index(REASONING) + len(REASONING) :].lstrip()
+    else:
+        turn = turn[len(probe.common_start(turn, probe.generation_prompt.text)) :]
     if closing is not None and closing.text in turn:
         turn = turn[turn.index(closing.text) + len(closing.text) :]
     how = f"a turn with {several} call{'s' if several > 1 else ''} was rendered: {turn!r}"
@@ -78,12 +80,12 @@ def infer_tool_markers(
 def _turn(probe: Probe, calls: int) -> str:
     field = probe.renderer.reasoning_field
     message = {"content": "", "tool_calls": _calls(probe, calls), **({field: REASONING} if field else {})}
-    return probe.turn(message, TOOLS)
+    return probe.turn(message, TOOLS if probe.tools else None)
 
 
 def _renders(probe: Probe, calls: int) -> bool:
     message = {"role": "assistant", "content": "", "tool_calls": _calls(probe, calls)}
-    return renders(probe.renderer, [USER, message], TOOLS)
+    return renders(probe.renderer, [USER, message], TOOLS if probe.tools else None)
 
 
 def _calls(probe: Probe, calls: int) -> list[dict]:
