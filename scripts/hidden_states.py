@@ -4,7 +4,6 @@ Each row's states lie in the store under a key of the target, the layers, the dt
 the keys in the shard's order.  Only rows that the store lacks are captured; if it lacks none, no model is loaded.
 """
 
-import shutil
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ import torch
 from eaglet import program
 from eaglet.digests import file_sha256, hidden_key
 from eaglet.errors import StoreError, TargetError
-from eaglet.files import readable_size, write_json
+from eaglet.files import free_bytes, readable_size, write_json
 from eaglet.forward import HiddenForward, auxiliary_layers
 from eaglet.hidden_store import HiddenStore, bytes_per_token
 from eaglet.progress import progress
@@ -117,8 +116,7 @@ def refuse_without_room(store: HiddenStore, missing: Sequence[Row], hidden_size:
     """Say what the capture will write; raises StoreError when the disk has not got the room."""
     tokens = sum(len(row.token_ids) for row in missing)
     needed = tokens * bytes_per_token(hidden_size, dtype) + len(missing) * 1024
-    place = next(folder for folder in [store.root, *store.root.absolute().parents] if folder.exists())
-    free = shutil.disk_usage(place).free
+    free = free_bytes(store.root)
     print(
         f"to capture: {len(missing)} rows, {tokens:,} tokens, {readable_size(needed)} of {readable_size(free)} free",
         flush=True,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,12 @@ def write_json(path: str | Path, value: Any) -> None:
 
 def read_json(path: str | Path) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def free_bytes(path: str | Path) -> int:
+    """Bytes that are free where `path` is, or will be made."""
+    path = Path(path).absolute()
+    return shutil.disk_usage(next(folder for folder in [path, *path.parents] if folder.exists())).free
 
 
 def readable_size(count: float) -> str:

@@ -31,7 +31,7 @@ def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:
             raise TargetError(
                 f"target.model: {target.model} has {name}: {value}; a drafter's target must be softmax(lm_head(h))"
             )
-    files = _tensor_files(target.weights_folder)
+    files = tensor_files(target.weights_folder)
     embedding = _read(files, EMBEDDING, target)
     tied = getattr(config, "tie_word_embeddings", False)
     head = embedding if tied or not _find(files, HEAD) else _read(files, HEAD, target)
@@ -44,7 +44,7 @@ def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:
     return embedding, head
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file that holds it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
