@@ -60,6 +60,8 @@ def _plot(drawn: Sequence[str], across: tuple[float, float], up: tuple[float, fl
     ticks = []
     for i in range(5):
         y_value, x_value = up[0] + (up[1] - up[0]) * i / 4, across[0] + (across[1] - across[0]) * i / 4
+        if across[1] - across[0] >= 4:
+            x_value = round(x_value)
         y, x = _y(y_value, *up), _x(x_value, *across)
         ticks.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         ticks.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{short(y_value)}</text>')

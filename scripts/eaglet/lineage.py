@@ -190,6 +190,7 @@ def check_counts(chain: Chain) -> None:
         _check_handover(chain, "generate", "validate", [dataset], [dataset])
     _check_handover(chain, "validate", "merge", chain.datasets, ["merge"])
     _check_handover(chain, "merge", "hidden_states", ["merge"], chain.of_stage("hidden_states"))
+    _check_handover(chain, "merge", "train", ["merge"], ["train"])
     for dataset in chain.datasets:
         _check_rows(chain, "prompts", [dataset], ["prompts/{}.jsonl"])
         _check_rows(chain, "generate", [dataset], ["raw/{}.parquet"])

@@ -33,9 +33,8 @@ def report_page(chain: Chain, store: Path) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
-    environment.filters |= {"short": charts.short, "duration": charts.duration}
+    environment.filters |= {"short": charts.short, "duration": charts.duration, "figure": _figure}
     datasets = {name: _dataset(chain, name) for name in chain.datasets}
-    acceptance = _acceptance(chain)
     return environment.get_template(TEMPLATE.name).render(
         run=chain.run.name,
         target=read_json(chain.path("target", "turn_format.json"))["target"]["model"],
@@ -51,7 +50,8 @@ def report_page(chain: Chain, store: Path) -> str:
         timeline=_timeline(chain),
         throughput=_throughput(chain, datasets),
         training=_training(chain),
-        acceptance=acceptance,
+        acceptance=_evaluation(chain, "acceptance.json"),
+        speed=_evaluation(chain, "speed.json"),
         rows=list(_rows(chain, store)),
         jobs=[_job(chain, key) for key in chain.jobs],
         files=_files(chain),
@@ -217,9 +217,13 @@ def _thinned(points: Sequence, most: int = 400) -> Sequence:
     return points[:: max(1, len(points) // most)]
 
 
-def _acceptance(chain: Chain) -> dict | None:
-    path = Path(chain.path("evaluation", "acceptance.json"))
+def _evaluation(chain: Chain, name: str) -> dict | None:
+    path = Path(chain.path("evaluation", name))
     return read_json(path) if path.is_file() else None
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _rows(chain: Chain, store: Path) -> Iterator[dict]:

@@ -250,6 +250,10 @@ def _check_manifest(chain: Chain, path: str, manifest: dict) -> None:
     for file, expected in named:
         if (found := chain.digest(file)) != expected:
             chain.at_fault("merge", file, "is not what the manifest names", expected=expected, found=found)
+    evaluated, heldout = chain.job("evaluate", "evaluate"), sum(d["heldout"] for d in manifest["datasets"].values())
+    if evaluated and evaluated["rows"]["in"] != heldout:
+        problem = "evaluate did not take in the rows that the manifest says are held out"
+        chain.at_fault("evaluate", path, problem, expected=heldout, found=evaluated["rows"]["in"])
     root = merkle_root(entry["merkle_root"] for entry in manifest["shards"])
     if root != manifest["merkle_root"]:
         problem = "the shards' Merkle roots do not give the manifest's own"
