@@ -5,7 +5,7 @@ import torch
 
 from eaglet.eagle3 import Eagle3Config, Eagle3Drafter
 from eaglet.forward import HiddenForward
-from eaglet.proposers import EagleChain, PromptLookup
+from eaglet.proposers import EagleChain, EagleTree, PromptLookup
 from eaglet.speculative import Draft, Greedy, NoDraft, Round, Sampling, TargetDecoder, decode
 from eaglet.targets import Target
 from eaglet.token_sampling import SamplingParams
@@ -206,3 +206,51 @@ def test_prompt_lookup_continues_the_latest_repetition():
     assert proposer.propose(3).tokens == [9, 5, 6]  # [5, 6] stood last before 9; three tokens nowhere
     proposer.advance([100], torch.empty(0))
     assert proposer.propose(3).tokens == []
+
+
+def test_a_tree_of_one_branch_is_the_chain(target, plain, drafter):
+    chain, tree = run(target, EagleChain(drafter)), run(target, EagleTree(drafter, branches=1, tokens=4))
+    assert tree.output_ids == plain and tree.rounds == chain.rounds
+
+
+def test_drafting_a_tree_leaves_the_output_unchanged_and_accepts_no_less(target, plain, drafter):
+    chain = run(target, EagleChain(drafter))
+    tree = run(target, EagleTree(drafter, branches=8, tokens=60))
+    assert tree.output_ids == plain
+    assert len(tree.rounds) <= len(chain.rounds)
+
+
+def test_a_trees_nodes_are_what_the_drafter_says_along_their_own_branch(target, plain, drafter):
+    """The tree's likelihoods, found in parallel under a mask, against chains forced down each branch."""
+    tree = EagleTree(drafter, branches=3, tokens=1000)
+    with torch.inference_mode():
+        target.start(PROMPT)
+        aux = target.aux()
+        tree.start(PROMPT, plain[0], aux)
+        draft = tree.propose(3)
+        assert len(draft.tokens) == 3 + 9 + 9 and draft.depths() == [1] * 3 + [2] * 9 + [3] * 9
+        children = draft.children()
+        for node in [-1, *children]:
+            branch, at = [], node
+            while at >= 0:
+                branch.insert(0, draft.tokens[at])
+                at = draft.parents[at]
+            chain = EagleChain(drafter)
+            chain.start(PROMPT, plain[0], aux)
+            logits, hidden = chain.logits, chain.hidden
+            for ahead, token in enumerate(branch):
+                position = torch.tensor([[len(PROMPT) + ahead]])
+                logits, hidden = drafter.step(torch.tensor([[token]]), hidden, position, chain.cache)
+                logits = logits[:, -1]
+            best = drafter.to_target_ids(logits[0].topk(3).indices).tolist()
+            if node in children:
+                assert [draft.tokens[c] for c in children[node]] == best
+
+
+def test_a_proposed_nodes_parent_is_proposed(target, plain, drafter):
+    proposer = EagleTree(drafter, branches=4, tokens=10)
+    with torch.inference_mode():
+        target.start(PROMPT)
+        proposer.start(PROMPT, plain[0], target.aux())
+        draft = proposer.propose(4)
+    assert len(draft.tokens) == 10 and all(parent < node for node, parent in enumerate(draft.parents))

@@ -1,4 +1,4 @@
-"""How drafts come about: an EAGLE-3 drafter as a chain or as a tree, and the prompt itself (prompt lookup).
+"""How drafts come about: from an EAGLE-3 drafter as a chain or as a tree, or from the prompt itself (prompt lookup).
 
 A proposer knows the tokens and the target's auxiliary layers that the loop of eaglet.speculative hands it.  The alignment is
 that of eaglet.eagle3: the drafter's position t pairs embed(x[t+1]) with fc(aux[t]) where the target has been, and with the
@@ -78,6 +78,52 @@ class EagleChain:
                 logits, hidden = self.drafter.step(token[None], hidden, position, self.cache)
                 logits = logits[:, -1]
         return Draft.chain(tokens)
+
+
+class EagleTree(EagleChain):
+    """A tree that grows where the drafter is sure (EAGLE-2, arXiv:2406.16858, as SGLang and vLLM grow it).
+
+    At each depth the `branches` most likely nodes get `branches` children each; of all nodes the `tokens` most likely are
+    proposed.  A node's likelihood is the product of the drafter's probabilities from the root down, so a proposed node's
+    parent is proposed as well.
+    """
+
+    def __init__(self, drafter: Eagle3Drafter, *, branches: int, tokens: int):
+        super().__init__(drafter)
+        self.branches, self.tokens = branches, tokens
+
+    def propose(self, depth: int) -> Draft:
+        if depth == 0:
+            return Draft([], [])
+        tokens, parents, scores = [], [], []  # of every node so far
+        frontier, outputs = (
+            [-1],
+            (self.logits[None], self.hidden),
+        )  # nodes whose children come next, [1, n, Vd], [1, n, H]
+        visible = torch.ones(1, self.known, dtype=torch.bool, device=self.device)  # [n, S]: what each of them looks at
+        for ahead in range(depth):
+            likelihood = outputs[0][0].float().log_softmax(-1) + torch.tensor(
+                [[scores[node] if node >= 0 else 0.0] for node in frontier], device=self.device
+            )
+            best = likelihood.topk(self.branches)  # [n, branches]
+            first = len(tokens)
+            tokens += self.drafter.to_target_ids(best.indices).flatten().tolist()
+            parents += [node for node in frontier for _ in range(self.branches)]
+            scores += best.values.flatten().tolist()
+            if ahead + 1 == depth:
+                break
+            order = sorted(range(first, len(tokens)), key=lambda node: -scores[node])
+            grown = sorted(order[: self.branches])
+            rows = [(node - first) // self.branches for node in grown]  # where each one's parent stands in the frontier
+            own = torch.eye(len(grown), dtype=torch.bool, device=self.device)
+            visible = torch.cat([visible[rows], own], dim=1)
+            ids = torch.tensor([[tokens[node] for node in grown]], device=self.device)
+            positions = torch.full_like(ids, self.known + ahead)
+            outputs = self.drafter.step(ids, outputs[1][:, rows], positions, self.cache, visible[None, None])
+            frontier = grown
+        chosen = sorted(sorted(range(len(tokens)), key=lambda node: -scores[node])[: self.tokens])
+        place = {-1: -1, **{node: i for i, node in enumerate(chosen)}}
+        return Draft([tokens[node] for node in chosen], [place[parents[node]] for node in chosen])
 
 
 class PromptLookup:
