@@ -19,6 +19,13 @@ from eaglet.records import open_records
 
 STAGES = ("target", "prompts", "generate", "validate", "merge", "hidden_states", "train", "evaluate")
 TRACED = ("target", "prompts", "raw", "checked", "quarantine", "shards", "hidden", "drafter", "evaluation")
+ROW_FILES = {  # stage -> folder and suffix of the files that hold its rows
+    "prompts": ("prompts", ".jsonl"),
+    "generate": ("raw", ".parquet"),
+    "validate": ("checked", ".parquet"),
+    "merge": ("shards", ".parquet"),
+    "hidden_states": ("hidden", ".parquet"),
+}
 STATEMENT = ("stage", "name", "params", "inputs", "outputs", "rows")  # what of a job does not vary from run to run
 
 
@@ -191,13 +198,9 @@ def check_counts(chain: Chain) -> None:
     _check_handover(chain, "validate", "merge", chain.datasets, ["merge"])
     _check_handover(chain, "merge", "hidden_states", ["merge"], chain.of_stage("hidden_states"))
     _check_handover(chain, "merge", "train", ["merge"], ["train"])
-    for dataset in chain.datasets:
-        _check_rows(chain, "prompts", [dataset], ["prompts/{}.jsonl"])
-        _check_rows(chain, "generate", [dataset], ["raw/{}.parquet"])
-        _check_rows(chain, "validate", [dataset], ["checked/{}.parquet"])
-    _check_rows(chain, "merge", ["merge"], [f"shards/{name}.parquet" for name in chain.of_stage("hidden_states")])
-    for name in chain.of_stage("hidden_states"):
-        _check_rows(chain, "hidden_states", [name], ["hidden/{}.index.parquet"])
+    for (stage, name), job in chain.jobs.items():
+        if stage in ROW_FILES:
+            _check_rows(chain, stage, name, job)
 
 
 def _check_handover(chain: Chain, giver: str, taker: str, given: Iterable[str], taken: Iterable[str]) -> None:
@@ -212,14 +215,16 @@ def _check_handover(chain: Chain, giver: str, taker: str, given: Iterable[str], 
         chain.at_fault(taker, file, f"{names}: {taker} did not take in what {giver} put out", expected=out, found=into)
 
 
-def _check_rows(chain: Chain, stage: str, names: list[str], files: list[str]) -> None:
-    jobs = [chain.job(stage, name) for name in names]
-    paths = [chain.path(file.format(*names)) for file in files]
-    if None in jobs or not paths or not all(Path(p).is_file() for p in paths):
+def _check_rows(chain: Chain, stage: str, name: str, job: Mapping) -> None:
+    """The files that hold a job's rows hold as many as it says."""
+    folder, suffix = ROW_FILES[stage]
+    paths = [path for o in job["outputs"] if (path := Path(o["path"])).parent.name == folder and path.suffix == suffix]
+    if not all(path.is_file() for path in paths):
         return
-    expected, found = sum(job["rows"]["out"] for job in jobs), [count_rows(p) for p in paths]
-    if None not in found and sum(found) != expected:
-        chain.at_fault(stage, " + ".join(paths), "rows in the file", expected=expected, found=sum(found))
+    counts = [count_rows(path) for path in paths]
+    if None not in counts and sum(counts) != job["rows"]["out"]:
+        expected, files = job["rows"]["out"], " + ".join(path.as_posix() for path in paths)
+        chain.at_fault(stage, files, f"rows that {stage} {name} wrote", expected=expected, found=sum(counts))
 
 
 def count_rows(path: str | Path) -> int | None:
