@@ -20,15 +20,17 @@ import torch
 
 from eaglet import evaluation_plots, program
 from eaglet.acceptance import Acceptance, by_region, csv_rows, regions_of
+from eaglet.digests import row_seed
 from eaglet.drafter_files import load_drafter
 from eaglet.eagle3 import Eagle3Drafter, initial_drafter
 from eaglet.errors import EvaluationFailed
 from eaglet.files import write_json, write_text
 from eaglet.progress import progress
-from eaglet.proposers import EagleChain, PromptLookup
+from eaglet.proposers import EagleChain, EagleTree, PromptLookup
 from eaglet.provenance import recorded
 from eaglet.records import iter_rows
-from eaglet.speculative import Decoded, NoDraft, Proposer, TargetDecoder, decode, replay
+from eaglet.speculative import Decoded, Greedy, NoDraft, Proposer, Sampling, TargetDecoder, decode, replay
+from eaglet.token_sampling import SamplingParams
 from eaglet.turn_format import TurnFormat
 
 # Two kernels may round a sum differently; a larger difference of logits, relative to the largest, is no rounding.
@@ -47,6 +49,7 @@ class Measured:
     plain: Decoded | None
     differences: list[dict] = field(default_factory=list)
     baselines: dict[str, list] = field(default_factory=dict)  # drafter -> rounds
+    sampled: Decoded | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -110,12 +113,16 @@ def measure(rows: Sequence[dict], folder: Path, turn_format: TurnFormat, params:
     model = turn_format.target.load(device)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     drafter = load_drafter(folder, embedding, dtype=embedding.dtype)
-    baselines = {
+    baselines: dict[str, Proposer] = {
         "untrained": EagleChain(untrained(drafter, embedding, head, params["seed"])),
         "prompt_lookup": PromptLookup(),
     }
+    proposer = EagleChain(drafter)
+    if tree := params.get("tree"):
+        baselines["chain"] = proposer
+        proposer = EagleTree(drafter, branches=tree["branches"], tokens=tree["tokens"])
     target = TargetDecoder(model, drafter.config.layer_ids)
-    evaluator = Evaluator(target, EagleChain(drafter), baselines, turn_format, params)
+    evaluator = Evaluator(target, proposer, baselines, turn_format, params)
     evaluator.warm_up(rows[0]["prompt_ids"])
     done: list[Measured] = []
     for row in progress(rows, what="decode held-out prompts"):
@@ -150,6 +157,8 @@ class Evaluator:
     ):
         self.target, self.proposer, self.baselines, self.turn_format = target, proposer, baselines, turn_format
         self.max_new_tokens, self.draft_tokens = params["max_new_tokens"], params["draft_tokens"]
+        self.sampling = SamplingParams(temperature=params.get("temperature", 0), top_p=params.get("top_p", 1))
+        self.seed = params["seed"]
 
     def warm_up(self, prompt_ids: Sequence[int]) -> None:
         for proposer in (self.proposer, NoDraft()):
@@ -171,9 +180,14 @@ class Evaluator:
             measured.baselines[name] = replay(
                 proposer, prompt_ids, drafted.output_ids, aux, max_new_tokens=limit, draft_tokens=self.draft_tokens
             )
+        if not self.sampling.greedy:
+            rule = Sampling(self.sampling, row_seed(self.seed, row["sample_id"]))
+            measured.sampled = self._decode(self.proposer, prompt_ids, limit, rule)
         return measured
 
-    def _decode(self, proposer: Proposer, prompt_ids: Sequence[int], limit: int) -> Decoded:
+    def _decode(
+        self, proposer: Proposer, prompt_ids: Sequence[int], limit: int, rule: Greedy | Sampling | None = None
+    ) -> Decoded:
         return decode(
             self.target,
             proposer,
@@ -181,6 +195,7 @@ class Evaluator:
             max_new_tokens=limit,
             draft_tokens=self.draft_tokens,
             stop_ids=self.turn_format.end_of_turn_ids,
+            rule=rule,
         )
 
     @torch.inference_mode()
@@ -220,12 +235,14 @@ def acceptance_report(rows: Sequence[Measured], params: dict) -> dict:
     compared = [m for m in rows if m.plain is not None]
     return {
         "draft_tokens": params["draft_tokens"],
+        "tree": params.get("tree"),
         "max_new_tokens": params["max_new_tokens"],
         "temperature": 0,
         "rows": len(rows),
         "output_tokens": sum(len(m.drafted.output_ids) for m in rows),
         **_total(m.drafted.rounds for m in rows),
         "baselines": {name: _total(m.baselines[name] for m in rows) for name in rows[0].baselines},
+        "sampled": _sampled(rows, params),
         "regions": _by_region(rows),
         "datasets": {
             dataset: {
@@ -253,6 +270,12 @@ def _total(rounds: Iterable[list]) -> dict:
     for some in rounds:
         counted.add(some)
     return counted.as_json()
+
+
+def _sampled(rows: Sequence[Measured], params: dict) -> dict | None:
+    """The same figures when sampling; None where it was not asked for."""
+    rounds = [m.sampled.rounds for m in rows if m.sampled is not None]
+    return {"temperature": params["temperature"], "top_p": params["top_p"], **_total(rounds)} if rounds else None
 
 
 def _by_dataset(rows: Sequence[Measured]) -> dict[str, list[Measured]]:
@@ -329,6 +352,8 @@ def tell(report: dict, speed: dict) -> None:
         print(f"{dataset}: acceptance length {figures['acceptance_length']}, accepted share by position {shares}")
     others = ", ".join(f"{name} {figures['acceptance_length']}" for name, figures in report["baselines"].items())
     print(f"all: acceptance length {report['acceptance_length']} ({others})")
+    if sampled := report["sampled"]:
+        print(f"sampling at temperature {sampled['temperature']}: acceptance length {sampled['acceptance_length']}")
     with_drafter, without = speed["with_drafter"], speed["without_drafter"]
     print(
         f"{with_drafter['tokens_per_second']} tokens/s with the drafter, {without['tokens_per_second']} without "

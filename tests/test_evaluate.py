@@ -75,6 +75,14 @@ def test_two_runs_differ_in_speed_alone(tmp_path, shard, drafter):
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in DETERMINISTIC)
 
 
+def test_a_tree_and_sampling_are_measured_when_asked_for(tmp_path, shard, drafter):
+    folder = run(tmp_path, shard, drafter, tree={"branches": 2, "tokens": 6}, temperature=0.8, top_p=0.9)
+    report = json.loads((folder / "acceptance.json").read_text())
+    assert report["baselines"].keys() == {"untrained", "prompt_lookup", "chain"}
+    assert report["acceptance_length"] >= report["baselines"]["chain"]["acceptance_length"]
+    assert report["sampled"]["temperature"] == 0.8 and report["sampled"]["acceptance_length"] >= 1
+
+
 def test_a_drafter_below_the_gate_fails_the_run(tmp_path, shard, drafter):
     with pytest.raises(EvaluationFailed, match=r"acceptance length 1\S* is below evaluation.min_acceptance 3"):
         run(tmp_path, shard, drafter, min_acceptance=3)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from eaglet.files import atomic_path
 
 NAMES = ("acceptance.png", "positions.png", "speed.png", "training.png")
-LABELS = {"trained": "trained", "untrained": "untrained", "prompt_lookup": "prompt lookup"}
+LABELS = {"untrained": "untrained", "prompt_lookup": "prompt lookup", "chain": "trained, as a chain"}
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]  # Okabe and Ito's, for every eye
 
 
