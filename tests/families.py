@@ -10,7 +10,6 @@ import json
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -363,17 +362,11 @@ def _spelling() -> dict[int, str]:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
-    """The merge that makes each token: the two parts that are left when all earlier merges have been applied to it."""
+    """For each token, by rank, the pairs of tokens that it can be merged from."""
     spelled = _spelling()
+    names = {token: "".join(spelled[byte] for byte in token) for token in ranks}
     merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [bytes([byte]) for byte in token]
-        while len(parts) > 2:
-            pairs = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
-            best = min(range(len(pairs)), key=pairs.__getitem__)
-            if pairs[best] >= rank:
-                break
-            parts[best : best + 2] = [parts[best] + parts[best + 1]]
-        if len(parts) == 2:
-            merges.append(tuple("".join(spelled[byte] for byte in part) for part in parts))
+    for token in sorted(ranks, key=ranks.__getitem__):
+        pairs = [(token[:n], token[n:]) for n in range(1, len(token)) if token[:n] in ranks and token[n:] in ranks]
+        merges += [(names[a], names[b]) for a, b in sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))]
     return merges
