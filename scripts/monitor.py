@@ -73,12 +73,12 @@ def view(seen: Mapping) -> Group:
     table.add_column("set aside")
     for part in seen["datasets"]:
         rows, tokens, state = part["rows"], part["output_tokens"], part["state"]
-        finished = rows["total"] and 100 * (rows["done"] + sum(rows["refused"].values())) / rows["total"]
+        settled = rows["done"] + sum(rows["refused"].values())
         table.add_row(
             part["dataset"],
             Text(state, STATES[state]),
             f"{rows['done']}/{'?' if rows['total'] is None else rows['total']}",
-            "?" if finished is None else f"{finished:.0f}",
+            "?" if rows["left"] is None else f"{100 * settled / max(1, settled + rows['left']):.0f}",
             count(tokens["done"]),
             count(tokens["cap"]) if tokens["cap"] else "-",
             f"{part['tokens_per_second']:.0f}" if state == "running" else "-",

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import yaml
@@ -90,7 +90,7 @@ def test_rows_tokens_and_finish_reasons_are_counted_from_the_journal(run):
     run.refuse(3, "refused")
     found = run.dataset()
     assert found["state"] == "running"
-    assert found["rows"] == {"total": 6, "done": 3, "refused": {"refused": 1}}
+    assert found["rows"] == {"total": 6, "done": 3, "refused": {"refused": 1}, "left": 2}
     assert found["output_tokens"] == {"done": 18, "cap": None}
     assert found["finish_reasons"] == {"length": 1, "stop": 2}
 
@@ -138,16 +138,17 @@ def test_with_a_cap_the_time_left_is_that_to_the_cap(tmp_path, tiny_target):
     capped.answer(0, 1, 2, tokens=5)
     found = capped.dataset(seconds_later=9)
     assert found["output_tokens"] == {"done": 15, "cap": 20}
+    assert found["rows"]["left"] == 1
     assert found["seconds_left"] == pytest.approx(3, abs=1)
 
 
 def test_new_prompts_start_the_count_anew(run):
     seen = RunWatch(run.config, run.folder, run.store)
     run.answer(0, 1)
-    assert seen.look(NOW)["datasets"][0]["rows"] == {"total": 6, "done": 2, "refused": {}}
+    assert seen.look(NOW)["datasets"][0]["rows"] == {"total": 6, "done": 2, "refused": {}, "left": 4}
     run.samples = run.samples[:0]
     run.write_prompts(1)
-    assert seen.look(NOW)["datasets"][0]["rows"] == {"total": 1, "done": 1, "refused": {}}
+    assert seen.look(NOW)["datasets"][0]["rows"] == {"total": 1, "done": 1, "refused": {}, "left": 0}
 
 
 def test_a_finished_dataset_is_told_from_its_report(run):
@@ -211,7 +212,7 @@ def server():
         def log_message(self, *_):
             pass
 
-    made = HTTPServer(("127.0.0.1", 0), Handler)
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     made.delay, made.url = 0.0, f"http://127.0.0.1:{made.server_port}"
     part = {"last_gen_throughput": 400.5, "num_running_reqs": 3}
     made.info = {"internal_states": [part, part]}

@@ -119,7 +119,12 @@ class Progress:
         return {
             "dataset": self.dataset,
             "state": self.state,
-            "rows": {"total": self.total, "done": self.done, "refused": dict(sorted(self.refused.items()))},
+            "rows": {
+                "total": self.total,
+                "done": self.done,
+                "refused": dict(sorted(self.refused.items())),
+                "left": None if self.rows_left is None else round(self.rows_left),
+            },
             "output_tokens": {"done": self.output_tokens, "cap": self.max_tokens},
             "finish_reasons": dict(sorted(self.finish_reasons.items())),
             "rows_per_second": round(self.rows_per_second, 3),
