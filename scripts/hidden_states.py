@@ -6,7 +6,7 @@ the keys in the shard's order.  Only rows that the store lacks are captured; if 
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,10 @@ import torch
 
 from eaglet import program
 from eaglet.digests import file_sha256, hidden_key
-from eaglet.errors import StoreError, TargetError
+from eaglet.errors import ConfigError, StoreError, TargetError
 from eaglet.files import free_bytes, readable_size, write_json
 from eaglet.forward import HiddenForward, auxiliary_layers
-from eaglet.hidden_store import HiddenStore, bytes_per_token
+from eaglet.hidden_store import DTYPES, HiddenStore, bytes_per_token
 from eaglet.progress import progress
 from eaglet.provenance import recorded
 from eaglet.records import RecordWriter, iter_rows
@@ -60,8 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         missing = list({row.key: row for row in rows if row.key not in digests}.values())
         if missing:
             refuse_without_room(store, missing, turn_format.hidden_size, dtype)
-            forward = _load(turn_format, layers, options.tuning.get("batch_tokens"))
-            digests |= capture(forward, store, missing, described)
+            refuse_changed_target(turn_format)
+            if options.params.get("backend", "transformers") == "sglang":
+                digests |= capture_with_sglang(options, turn_format, store, missing, described)
+            else:
+                forward = HiddenForward(turn_format.target, layers, batch_tokens=options.tuning.get("batch_tokens"))
+                digests |= capture(forward, store, missing, described)
         write_index(options.index, rows, digests, {**described, "hidden_size": turn_format.hidden_size})
         report = summary(store, rows, described, turn_format.hidden_size)
         refuse_other_tokens(options.shard, report["argmax"], options.tuning.get("temperature"))
@@ -81,6 +85,12 @@ def _parser():
         metavar="JSON",
         help="what changes no key: batch_tokens (tokens of one pass), temperature (of the sampling; 0 makes the program "
         "insist that the written tokens are the target's most likely ones)",
+    )
+    parser.add_argument(
+        "--server",
+        type=program.json_object,
+        metavar="JSON",
+        help="for backend sglang: the config's server section (python, arguments, environment, and timeouts)",
     )
     parser.add_argument("--store", default="results/store", help="folder that all runs share")
     parser.add_argument("--index", required=True, help="hidden/shard-K.index.parquet, to write")
@@ -137,15 +147,14 @@ def refuse_without_room(store: HiddenStore, missing: Sequence[Row], hidden_size:
         )
 
 
-def _load(turn_format: TurnFormat, layers: list[int], batch_tokens: int | None) -> HiddenForward:
-    """The target for capturing, after making sure that it is the one whose keys were made."""
+def refuse_changed_target(turn_format: TurnFormat) -> None:
+    """Raise TargetError unless the target is the one whose keys were made."""
     found = turn_format.target.fingerprint()
     if found != turn_format.fingerprint:
         raise TargetError(
             f"target.model: the fingerprint of {turn_format.target.model} is {found}, turn_format.json says "
             f"{turn_format.fingerprint}; the model's files have changed: run the target stage again"
         )
-    return HiddenForward(turn_format.target, layers, batch_tokens=batch_tokens)
 
 
 def capture(forward: HiddenForward, store: HiddenStore, missing: Sequence[Row], described: dict) -> dict[str, str]:
@@ -167,7 +176,7 @@ def capture(forward: HiddenForward, store: HiddenStore, missing: Sequence[Row], 
         for batch in forward.batches([row.token_ids for row in missing]):
             for number, aux, last in batch:
                 row = missing[number]
-                metadata = {**described, "argmax": argmax_agreement(forward, row, last)}
+                metadata = {**described, "argmax": argmax_agreement(forward.head, row, last)}
                 write = writer.submit(store.write, row.key, row.token_ids, aux.cpu(), last.cpu(), metadata)
                 pending.append((row.key, write))
                 bar.update(len(row.token_ids))
@@ -189,12 +198,48 @@ def tokens_per_second(forward: HiddenForward, token_ids: list[int]) -> float:
     return len(rows) * len(token_ids) / (time.monotonic() - begun)
 
 
-def argmax_agreement(forward: HiddenForward, row: Row, last: torch.Tensor) -> dict[str, int]:
+def capture_with_sglang(
+    options, turn_format: TurnFormat, store: HiddenStore, missing: Sequence[Row], described: dict
+) -> dict[str, str]:
+    """Capture the rows with two servers, one after the other; returns key -> SHA-256."""
+    from eaglet.sglang_states import LAST, Staging, aux_arguments, in_flight, served, states
+    from eaglet.target_weights import embedding_and_head
+
+    if options.server is None:
+        raise ConfigError("hidden_states.backend: sglang needs --server, the config's server section")
+    architecture, hidden_size = turn_format.architecture, turn_format.hidden_size
+    arguments = aux_arguments(described["layers"], turn_format.num_layers, architecture)
+    dtype = DTYPES[described["dtype"]] if not described["dtype"].startswith("float8") else torch.bfloat16
+    log, at_once = Path(options.report).with_suffix(".sglang.log"), options.server.get("max_in_flight", 32)
+    rows, staging = sorted(missing, key=lambda row: -len(row.token_ids)), Staging(store)
+    if unstaged := [row for row in rows if not staging.has(row.key)]:
+        with served(options.turn_format, options.server, arguments, log) as client:
+            found = in_flight(lambda row: states(client, row.token_ids, 3 * hidden_size), unstaged, at_once)
+            for row, aux in progress(found, total=len(unstaged), what="auxiliary layers from SGLang"):
+                staging.write(row.key, aux.to(dtype))
+    matrix = embedding_and_head(turn_format.target)[1].float()
+    digests = {}
+    with served(options.turn_format, options.server, LAST, log) as client:
+        found = in_flight(lambda row: states(client, row.token_ids, hidden_size), rows, at_once)
+        for row, last in progress(found, total=len(rows), what="last states from SGLang"):
+            agreement = argmax_agreement(lambda x: torch.nn.functional.linear(x, matrix), row, last)
+            metadata = {**described, "argmax": agreement}
+            digests[row.key] = store.write(row.key, row.token_ids, staging.read(row.key), last, metadata)
+            staging.remove(row.key)
+    return digests
+
+
+@torch.inference_mode()
+def argmax_agreement(head: Callable[[torch.Tensor], torch.Tensor], row: Row, last: torch.Tensor) -> dict[str, int]:
     """{checked, agreed}: at how many of some evenly spaced output tokens the written one is the target's most likely."""
     predicting = range(row.prompt_tokens - 1, len(row.token_ids) - 1)  # position p predicts token p + 1
     count = min(CHECKED_POSITIONS, len(predicting))
     positions = [predicting[i * len(predicting) // count] for i in range(count)]
-    return {"checked": count, "agreed": forward.written_is_argmax(last, row.token_ids, positions) if count else 0}
+    best = head(last[positions]).argmax(-1).tolist()
+    return {
+        "checked": count,
+        "agreed": sum(row.token_ids[p + 1] == token for p, token in zip(positions, best, strict=True)),
+    }
 
 
 def write_index(path: str | Path, rows: Iterable[Row], digests: dict[str, str], metadata: dict) -> None:

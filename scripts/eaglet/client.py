@@ -163,6 +163,10 @@ class Client:
         """JSON of a POST.  Raises Failure; RowRefused with 400; GuardError when the server has no such path."""
         return self._json(self._control, "POST", path, body, CONTROL_SECONDS)
 
+    def ask(self, body: Mapping) -> Any:
+        """JSON of a POST to /generate, unchecked, asked again while the server has trouble.  Raises RowRefused, CaptureError."""
+        return self.patiently(lambda: self._json(self._generate, "POST", "/generate", body, self.request_timeout))
+
     def patiently(self, call: Callable[[], Any]) -> Any:
         """What `call` returns, called again while it raises Failure.  Raises CaptureError when that does not end."""
         for attempt in itertools.count():

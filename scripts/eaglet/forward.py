@@ -89,7 +89,7 @@ class HiddenForward:
         self.batch_tokens = batch_tokens or (1 if self.device == "cpu" else GPU_BATCH_TOKENS)
         self.model = target.load(self.device)
         self.layers = list(layers)
-        self.decoder = decoder_of(self.model)
+        self.decoder, self.head = decoder_of(self.model), self.model.get_output_embeddings()
         self._tap = LayerTap(self.decoder, self.layers)
 
     @torch.inference_mode()
@@ -108,13 +108,6 @@ class HiddenForward:
             yield [(i, aux, last) for i, (aux, last) in zip(batch, states, strict=True)]
 
     @torch.inference_mode()
-    def written_is_argmax(self, last: torch.Tensor, token_ids: Sequence[int], positions: Sequence[int]) -> int:
-        """At how many of `positions` the target's most likely next token is the one that follows in `token_ids`."""
-        logits = self.model.get_output_embeddings()(last[list(positions)])  # [n, V]
-        following = torch.tensor([token_ids[p + 1] for p in positions], device=logits.device)
-        return int((logits.argmax(-1) == following).sum())
-
-    @torch.inference_mode()
     def check(self, token_ids: Sequence[int]) -> None:
         """Compare the hooks with what the model itself reports for one row.  Raises TargetError where they differ.
 
@@ -124,8 +117,8 @@ class HiddenForward:
         own = self.model(input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
         ((aux, last),) = self.states([token_ids])
         wanted = torch.cat([own.hidden_states[k][0] for k in self.layers], dim=-1)
-        head = self.model.get_output_embeddings()(last[-1:])
-        for what, found, expected in [("aux", aux, wanted), ("lm_head(last)", head, own.logits[0])]:
+        logits = self.head(last[-1:])
+        for what, found, expected in [("aux", aux, wanted), ("lm_head(last)", logits, own.logits[0])]:
             off = (found.float() - expected.float()).abs().max().item()
             scale = expected.float().abs().max().item()
             if off > 0.02 * scale:
