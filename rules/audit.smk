@@ -27,7 +27,7 @@ rule audit:
     conda:
         "../envs/workflow.yaml"
     params:
-        config=fixed(cfg),
+        config=fixed(untuned()),
         run=subpath(output.lineage, ancestor=2),
         folder=subpath(output.lineage, parent=True),
     shell:

