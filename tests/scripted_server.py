@@ -146,7 +146,6 @@ class ScriptedServer:
             return *ERRORS[fault], None
         output = self.output(ids, sampling)
         answer = {
-            "text": "",
             "output_ids": output,
             "meta_info": {
                 "id": str(self.requests),
@@ -155,7 +154,7 @@ class ScriptedServer:
                 "completion_tokens": len(output),
             },
         }
-        if self.renderer and len(ids) < 200:
+        if self.renderer:
             answer["text"] = self.renderer.decode(output)
         if fault in CORRUPTIONS:
             CORRUPTIONS[fault](answer)

@@ -224,10 +224,11 @@ def test_an_empty_dataset_makes_an_empty_file(tmp_path, tiny_format):
 
 
 def test_leftovers_of_a_kill_are_cleared(tmp_path, tiny_format, server, prompts):
-    (tmp_path / ".d.parquet.rows").write_bytes(b"torn")
+    (tmp_path / "d.parquet.rows").write_bytes(b"torn")
+    (tmp_path / ".d.parquet.rows.123.tmp").write_bytes(b"torn")
     (tmp_path / ".d.parquet.123.tmp").write_bytes(b"torn")
     capture(tmp_path, prompts, tiny_format, server.url)
-    assert not list(tmp_path.glob(".*"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.parquet", "generations", "prompts.jsonl"]
 
 
 # ---- order and window

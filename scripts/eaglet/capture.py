@@ -314,9 +314,9 @@ class Capture:
         """
         output = Path(output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        for stale in output.parent.glob(f".{output.name}.*"):  # left by a kill; the journal's lock says none is in use
+        for stale in output.parent.glob(f".{output.name}.*.tmp"):  # left by a kill; the journal's lock says none is in use
             stale.unlink()
-        rows = output.with_name(f".{output.name}.rows")
+        rows = output.with_name(f"{output.name}.rows")
         began = time.monotonic()
         try:
             with room_for(output):

@@ -1,0 +1,102 @@
+"""A capture that is killed outright, again and again, ends with the same bytes and has asked for each row once."""
+
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import generate
+from capturing import SETTINGS, write_prompts
+from eaglet.journal import verify
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS, KILLS, IN_FLIGHT = 240, 10, 4
+TRANSFORMERS = [  # what it imports lazily to load a tokenizer
+    f"transformers.{name}"
+    for name in ("models.auto.modeling_auto", "models.auto.tokenization_auto", "tokenization_utils_tokenizers")
+]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "scripts"), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def server(tmp_path, tiny_format):
+    """A server process that writes down each prompt it is asked for, and answers within 20 ms."""
+    tiny_format.save(tmp_path / "turn_format.json")
+    command = [sys.executable, ROOT / "tests/scripted_server.py", "--turn-format", tmp_path / "turn_format.json"]
+    command += ["--port-file", tmp_path / "port", "--log", tmp_path / "asked.jsonl", "--delay", "0.02"]
+    running = subprocess.Popen(command, env=ENVIRONMENT)
+    while not (tmp_path / "port").exists():
+        assert running.poll() is None
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{(tmp_path / 'port').read_text()}"
+    running.terminate()
+    running.wait()
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Starts processes that have imported the program already: twelve imports of transformers would take a minute."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["generate", "torch", "accelerate", *TRANSFORMERS])
+    return context
+
+
+def start(processes, folder: Path, url: str, name: str) -> multiprocessing.Process:
+    params = {"sampling": SETTINGS, "max_tokens": None, "context_length": None}
+    tuning = {"max_in_flight": IN_FLIGHT, "render_samples": 0}
+    arguments = [
+        *("--dataset", "d", "--prompts", folder / "prompts.jsonl", "--turn-format", folder / "turn_format.json"),
+        *("--url", url, "--params", json.dumps(params), "--tuning", json.dumps(tuning), "--store", folder / name),
+        *("--output", folder / name / "d.parquet", "--report", folder / name / "d.report.json"),
+    ]
+    made = processes.Process(target=generate.main, args=([str(argument) for argument in arguments],))
+    made.start()
+    return made
+
+
+def finish(process: multiprocessing.Process) -> None:
+    process.join()
+    assert process.exitcode == 0
+
+
+def asked(folder: Path) -> Counter:
+    return Counter((folder / "asked.jsonl").read_text().splitlines())
+
+
+def lines_of_journal(folder: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in folder.rglob("d.jsonl"))
+
+
+def test_ten_kills_lose_nothing_and_repeat_only_what_was_in_flight(tmp_path, server, processes):
+    write_prompts(tmp_path / "prompts.jsonl", ROWS)
+    finish(start(processes, tmp_path, server, "undisturbed"))
+    once = asked(tmp_path)
+    (tmp_path / "asked.jsonl").write_text("")  # the server appends to it
+    disturbed, chance = tmp_path / "disturbed", random.Random(0)
+    for _ in range(KILLS):
+        goal = lines_of_journal(disturbed) + chance.randrange(1, ROWS // (KILLS + 2))
+        running = start(processes, tmp_path, server, "disturbed")
+        while lines_of_journal(disturbed) < goal:  # so that each kill meets a capture that is working
+            assert running.is_alive()
+            time.sleep(chance.uniform(0, 0.02))
+        running.kill()
+        running.join()
+    finish(start(processes, tmp_path, server, "disturbed"))
+
+    for name in ("d.parquet", "d.report.json"):
+        assert (disturbed / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+    assert list(disturbed.glob(".*")) == []
+    (journal,) = disturbed.rglob("d.jsonl")
+    assert verify(journal) == []
+    again = asked(tmp_path)
+    probe = max(again, key=again.get)
+    assert set(again) == set(once) and again[probe] == KILLS + 1
+    repeated = sum(times - 1 for prompt, times in again.items() if prompt != probe)
+    assert repeated <= KILLS * IN_FLIGHT
