@@ -35,6 +35,7 @@ ATTENTION = "eaglet_rows"
 # With fewer rows BLAS takes other kernels (matrix-vector, narrow tiles) that round differently, so a row's tokens would
 # depend on how many others there are.
 LEAST_ROWS = 16
+SPAN_STEP = 16  # attention over a span that is no multiple of the vector length sums its end in another order
 WIDTH_STEP = 128  # the cache grows in steps of so many positions
 REPORT_SECONDS = 10.0
 
@@ -94,7 +95,7 @@ class RowCache:
         self._row: int | None = None
         self._positions: Tensor | None = None
         self._all_rows: Tensor | None = None
-        self._span = 0
+        self.span = 0  # positions that the queries of a writing pass look at
 
     def reserve(self, used: int, rows: int, width: int) -> None:
         """Make room for `rows` of `width` positions; the content of the first `used` rows stays."""
@@ -116,7 +117,7 @@ class RowCache:
         """The next pass adds one token at `positions[i]` of row i."""
         self._row, self._positions = None, positions
         self._all_rows = torch.arange(len(positions))
-        self._span = int(positions.max()) + 1
+        self.span = _round_up(int(positions.max()) + 1, SPAN_STEP)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values [batch, heads, tokens, head size]; return those that the queries may look at."""
@@ -131,7 +132,7 @@ class RowCache:
         rows, positions = self._all_rows, self._positions
         keys[rows, :, positions] = key[:, :, 0]
         values[rows, :, positions] = value[:, :, 0]
-        return keys[: len(rows), :, : self._span], values[: len(rows), :, : self._span]
+        return keys[: len(rows), :, : self.span], values[: len(rows), :, : self.span]
 
     def move(self, source: int, to: int, length: int) -> None:
         """Copy a row's first `length` positions over another row."""
@@ -364,11 +365,14 @@ class Engine:
         positions = torch.tensor([r.length - 1 for r in self._rows] + [0] * padding)
         tokens = torch.tensor([r.output_ids[-1] for r in self._rows] + [0] * padding)
         self._cache.writing(positions)
-        hidden = torch.arange(int(positions.max()) + 1)[None, :] > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype).masked_fill_(hidden, -math.inf)
-        logits = self._forward(tokens[:, None], positions[:, None], mask[:, None, None, :])
+        logits = self._forward(tokens[:, None], positions[:, None], self._mask(positions))
         self.statistics.steps += 1
         self._add_tokens(logits[:rows], range(rows))
+
+    def _mask(self, positions: Tensor) -> Tensor:
+        """Added to the scores [rows, 1, 1, span] of a writing pass: each row sees its own positions only."""
+        hidden = torch.arange(self._cache.span)[None, :] > positions[:, None]
+        return torch.zeros(hidden.shape, dtype=self.model.dtype).masked_fill_(hidden, -math.inf)[:, None, None, :]
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """Logits [batch, vocabulary] after the last of `tokens` [batch, tokens]."""
@@ -449,7 +453,7 @@ class Engine:
             ours = [self._forward(tokens[:, :length], torch.arange(length)[None], None)[0]]
             for position in range(length, length + steps):
                 self._cache.writing(torch.full((1,), position))
-                mask = torch.zeros(1, 1, 1, position + 1, dtype=self.model.dtype)
+                mask = self._mask(torch.tensor([position]))
                 ours.append(self._forward(tokens[:, position : position + 1], torch.tensor([[position]]), mask)[0])
             self.model.set_attn_implementation("sdpa")
             theirs = self.model(input_ids=tokens, use_cache=False).logits[0, length - 1 :]
