@@ -122,7 +122,7 @@ def _shape(probe: Probe, prefix: str, head: str, call_end: str) -> dict:
     arguments = "json" if _writes_json(probe) else "other"
     suffix = head[: head.index(probe.within_added(head))] if probe.within_added(head) else head
     suffix = re.split(r"\s", suffix, maxsplit=1)[0]
-    ending = re.sub(r"\d+", r"\\d+", re.escape(suffix)) if suffix else r"(?=\s|<|\"|$)"
+    ending = re.sub(r"\d+", r"\\d+", re.escape(suffix)) if suffix else r"(?=[\s<>\"]|$)"
     return {"arguments": arguments, "name_pattern": re.escape(prefix.lstrip()) + r"([^\s<>\"]+?)" + ending}
 
 
