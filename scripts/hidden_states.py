@@ -210,7 +210,8 @@ def capture_with_sglang(
     architecture, hidden_size = turn_format.architecture, turn_format.hidden_size
     arguments = aux_arguments(described["layers"], turn_format.num_layers, architecture)
     dtype = DTYPES[described["dtype"]] if not described["dtype"].startswith("float8") else torch.bfloat16
-    log, at_once = Path(options.report).with_suffix(".sglang.log"), options.server.get("max_in_flight", 32)
+    log, at_once = Path(options.store) / "logs" / "hidden_states.sglang.log", options.server.get("max_in_flight", 32)
+    log.parent.mkdir(parents=True, exist_ok=True)
     rows, staging = sorted(missing, key=lambda row: -len(row.token_ids)), Staging(store)
     if unstaged := [row for row in rows if not staging.has(row.key)]:
         with served(options.turn_format, options.server, arguments, log) as client:
