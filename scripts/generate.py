@@ -16,15 +16,18 @@ from eaglet.capture import Capture, Captured, Requests, Tuning
 from eaglet.client import Client, Expected
 from eaglet.endpoint import connect
 from eaglet.files import write_json
+from eaglet.inference import for_arguments
 from eaglet.journal import Generations
 from eaglet.program import json_object, parser, run
 from eaglet.provenance import recorded
+from eaglet.records import iter_jsonl
 from eaglet.turn_format import TurnFormat
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(arguments)
-    turn_format = TurnFormat.load(args.turn_format)
+    _, first_prompt = next(iter_jsonl(args.prompts), (0, {}))
+    turn_format = for_arguments(TurnFormat.load(args.turn_format), first_prompt.get("template_arguments") or {})
     requests = Requests(turn_format, args.params["sampling"], args.params["context_length"])
     tuning = Tuning(**args.tuning)
     with (

@@ -314,7 +314,9 @@ class Capture:
         """
         output = Path(output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        for stale in output.parent.glob(f".{output.name}.*.tmp"):  # left by a kill; the journal's lock says none is in use
+        for stale in output.parent.glob(
+            f".{output.name}.*.tmp"
+        ):  # left by a kill; the journal's lock says none is in use
             stale.unlink()
         rows = output.with_name(f"{output.name}.rows")
         began = time.monotonic()
@@ -503,6 +505,7 @@ class Capture:
             )
         client.known_good = guard.probe(client, self.renderer, self.turn_format, self.requests.context_length)
         samples = choose_samples(self.prompts, self.tuning.render_samples)
+        samples = [s for s in samples if not self.renderer.escapes(s.messages, s.tools)]
         self.result.rendering_compared = guard.cross_check(client, self.renderer, samples)
         client.confirm = lambda: guard.confirm(client, facts)
         self._facts, self._server, self.client = facts, self.journal.append_server(facts), client

@@ -122,6 +122,10 @@ class Renderer:
             for found in self._control_pattern.findall(text)
         ]
 
+    def escapes(self, messages: Sequence[Mapping], tools: Sequence[Mapping] | None = None) -> bool:
+        """Whether `prompt_ids` writes markers of these messages as text, which no server's own rendering does."""
+        return self.target.literal_markers == "escape" and bool(self.literal_markers(messages, tools))
+
     @property
     def template(self) -> str:
         """The text of the template that renders conversations without tools; empty where only code renders."""
@@ -182,7 +186,7 @@ class Renderer:
         prompt: bool,
     ) -> Any:
         merged = {**self.target.template_arguments, **(arguments or {})}
-        escaping = tokenize and self.target.literal_markers == "escape" and bool(self.literal_markers(messages, tools))
+        escaping = tokenize and self.escapes(messages, tools)
         if escaping:
             messages = [m if m.get("role") == "assistant" else self._marked(m) for m in messages]
             tools = self._marked(list(tools or []))
