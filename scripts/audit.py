@@ -18,7 +18,10 @@ from eaglet.errors import AuditFailed
 from eaglet.files import write_json, write_text
 from eaglet.lineage import Break, Chain
 from eaglet.provenance import recorded
+from eaglet.report_page import report_page
+from eaglet.ro_crate import crate
 from eaglet.row_checks import check_rows
+from eaglet.trail import Reader, code_name, shard_summary
 
 OUTPUTS = {"lineage": "lineage.json", "report": "report.html", "crate": "ro-crate-metadata.json"}
 SHOWN = 20  # breaks that a message lists; --json has all
@@ -76,9 +79,6 @@ def _count(text: str) -> int:
 
 def build_audit(options: argparse.Namespace) -> None:
     """Raises AuditFailed when the chain does not hold."""
-    from eaglet.report_page import report_page
-    from eaglet.ro_crate import crate
-
     outputs = {role: options.output / name for role, name in OUTPUTS.items()}
     provenance = [p for p in lineage.provenance_files(options.run_dir, options.config_json) if p.is_file()]
     with recorded(
@@ -140,50 +140,42 @@ def _summary(chain: Chain, checked: dict[str, int]) -> str:
 
 
 def show_shard(options: argparse.Namespace) -> None:
-    from eaglet.trail import shard_summary
-
     audited = lineage.read_audit(options.run_dir)
     found = shard_summary(lineage.read_chain(options.run_dir, audited.config), options.number)
     print(json.dumps(found, indent=2, ensure_ascii=False) if options.json else told(found))
 
 
 def show_row(options: argparse.Namespace) -> None:
-    from eaglet.trail import Reader
-
     audited = lineage.read_audit(options.run_dir)
     found = Reader(lineage.read_chain(options.run_dir, audited.config), options.store).row(options.sample_id)
     print(json.dumps(found, indent=2, ensure_ascii=False) if options.json else told(found))
 
 
 def told(value: object, indent: int = 0) -> str:
-    """Nested data as indented lines for people: `name: value`, texts of several lines set off."""
+    """Nested data as indented lines for people; a job is one line, decoded tokens are set off."""
     margin = "  " * indent
-    if isinstance(value, dict):
-        lines = []
-        for name, held in value.items():
-            if name == "segments":
-                lines.append(f"{margin}text:\n{_set_off(held, indent + 1)}")
-            elif isinstance(held, dict | list) and held:
-                lines.append(f"{margin}{name}:\n{told(held, indent + 1)}")
-            else:
-                lines.append(f"{margin}{name}: {_short(held)}")
-        return "\n".join(lines)
     if isinstance(value, list):
-        return "\n".join(
-            f"{margin}-\n{told(held, indent + 1)}" if isinstance(held, dict) else f"{margin}- {_short(held)}"
-            for held in value
-        )
-    return f"{margin}{_short(value)}"
+        return "\n".join(f"{margin}- {told(held, indent + 1).lstrip()}" for held in value)
+    if not isinstance(value, dict):
+        return f"{margin}{value}"
+    if "command" in value:
+        code = code_name(value["code"])
+        return f"{margin}{value['job']}: code {code}, on {value['host']}, {value['started']} to {value['ended']}"
+    lines = []
+    for name, held in value.items():
+        if name == "segments":
+            lines.append(f"{margin}text:\n{_set_off(held, indent + 1)}")
+        elif isinstance(held, dict | list) and held:
+            lines.append(f"{margin}{name}:\n{told(held, indent + 1)}")
+        else:
+            lines.append(f"{margin}{name}: {'–' if held is None or held in ({}, []) else held}")
+    return "\n".join(lines)
 
 
 def _set_off(segments: list[dict], indent: int) -> str:
     """Decoded tokens, with each marker as ⟦marker⟧ so that it cannot be taken for text."""
     text = "".join(f"⟦{s['text']}⟧" if s["kind"] == "marker" else s["text"] for s in segments)
     return "\n".join("  " * indent + "│ " + line for line in text.split("\n"))
-
-
-def _short(value: object) -> str:
-    return "–" if value is None or value == {} or value == [] else str(value)
 
 
 if __name__ == "__main__":

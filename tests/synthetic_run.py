@@ -36,8 +36,16 @@ WORDS = ["write", "a", "short", "list", "of", "three", "things", "for", "a", "wa
 HOSTILE = "<script>document.title='owned'</script></script><img src=x onerror=\"document.title='owned'\">"
 
 
-def build_synthetic_run(datasets: dict[str, int] | None = None, *, shards: int = 2) -> Path:
+def build_synthetic_run(
+    datasets: dict[str, int] | None = None,
+    *,
+    shards: int = 2,
+    question_words: int = 6,
+    output_tokens: int | None = None,
+) -> Path:
     """Write a run below the working directory; returns results/demo.
+
+    With `output_tokens` the outputs are random ids of a large vocabulary, so many on average, and cannot be decoded.
 
     `datasets` maps a name to a number of prompts; each dataset loses one record as a duplicate, its third row to the
     quarantine, and one row is held out.
@@ -45,12 +53,12 @@ def build_synthetic_run(datasets: dict[str, int] | None = None, *, shards: int =
     datasets = datasets or {"notes": 12, "code": 9}
     random.seed(0)
     for name, count in datasets.items():
-        _write_source(name, count)
+        _write_source(name, count, question_words)
     _target()
     write_json("config.json", make_config(datasets, shards))
     for name in datasets:
         _prompts(name)
-        _generate(name)
+        _generate(name, output_tokens)
         _validate(name)
     _merge(list(datasets), shards)
     for k in range(shards):
@@ -94,8 +102,8 @@ def _recorded(stage: str, name: str, inputs: dict, outputs: dict):
     return recorded(path, stage=stage, name=name, params={"of": name}, inputs=inputs, outputs=outputs)
 
 
-def _write_source(name: str, count: int) -> None:
-    questions = [f"{name} {i}: {' '.join(random.choices(WORDS, k=6))}" for i in range(count)]
+def _write_source(name: str, count: int, words: int) -> None:
+    questions = [f"{name} {i}: {' '.join(random.choices(WORDS, k=words))}" for i in range(count)]
     questions[0] = f"{name} {HOSTILE} & <b>bold</b>"
     questions.append(questions[-1])
     lines = [json.dumps({"messages": [{"role": "user", "content": question}]}) for question in questions]
@@ -135,7 +143,7 @@ def _run(main: Callable, job: str, files: dict[str, str], *arguments: str) -> No
     main([*arguments, *named, "--provenance", str(RUN / f"provenance/{job}.json")])
 
 
-def _generate(dataset: str) -> None:
+def _generate(dataset: str, output_tokens: int | None) -> None:
     turn_format = _turn_format()
     renderer, requests = Renderer(turn_format.target), Requests(turn_format, SAMPLING, None)
     inputs = {"prompts": RUN / f"prompts/{dataset}.jsonl", "turn_format": RUN / "target/turn_format.json"}
@@ -148,6 +156,9 @@ def _generate(dataset: str) -> None:
             server = generations.journal.append_server(facts)
             for number, (_, record) in enumerate(iter_jsonl(inputs["prompts"])):
                 row = _answer(renderer, requests, turn_format, record, cut=number == 2)
+                if output_tokens:
+                    length = random.randrange(output_tokens // 2, output_tokens * 3 // 2)
+                    row["output_ids"][:-1] = (np.random.default_rng(number).zipf(1.2, length) % 150_000).tolist()
                 rows.append(row)
                 answered = (
                     row[name] for name in ("request_key", "sample_id", "output_ids", "finish_reason", "matched_stop")

@@ -17,7 +17,7 @@ from eaglet import charts
 from eaglet.files import read_json
 from eaglet.lineage import STAGES, Chain
 from eaglet.records import iter_jsonl, iter_rows, iter_tables
-from eaglet.trail import Reader, job_summary
+from eaglet.trail import Reader, code_name, job_summary
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 ROWS_PER_DATASET, ROWS = 200, 1000  # that the row browser holds, at most
@@ -38,7 +38,7 @@ def report_page(chain: Chain, store: Path) -> str:
     return environment.get_template(TEMPLATE.name).render(
         run=chain.run.name,
         target=read_json(chain.path("target", "turn_format.json"))["target"]["model"],
-        code=sorted({_version(job["code"]) for job in chain.jobs.values()}),
+        code=sorted({code_name(job["code"]) for job in chain.jobs.values()}),
         ended=max(job["ended"] for job in chain.jobs.values()),
         datasets=datasets,
         totals={
@@ -56,11 +56,6 @@ def report_page(chain: Chain, store: Path) -> str:
         jobs=[_job(chain, key) for key in chain.jobs],
         files=_files(chain),
     )
-
-
-def _version(code: Mapping) -> str:
-    commit = (code["commit"] or code["sha256"])[:10]
-    return commit if code["clean"] is not False else f"{commit} + uncommitted changes"
 
 
 def _dataset(chain: Chain, name: str) -> dict:
@@ -283,7 +278,7 @@ def _job(chain: Chain, key: tuple[str, str]) -> dict:
     job = chain.jobs[key]
     return {
         **(job_summary(job) or {}),
-        "version": _version(job["code"]),
+        "version": code_name(job["code"]),
         "seconds": _seconds(job["ended"]) - _seconds(job["started"]),
         "rows": job["rows"],
     }

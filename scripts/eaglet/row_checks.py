@@ -8,10 +8,13 @@ is the one that its job wrote is checked in `lineage`; here a damaged file is re
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from eaglet import journal
 from eaglet.capture import Requests
@@ -270,13 +273,14 @@ def check_hidden(chain: Chain, store: HiddenStore, sample: int | None) -> int:
     if sample is not None and sample < len(chosen):
         chosen = random.sample(chosen, sample)
     chosen_of = {name: {row for shard, row in chosen if shard == name} for name in indexes}
-    with progress(total=len(chosen), what="audit hidden states", unit="file") as bar:
+    with progress(total=len(chosen), what="audit hidden states", unit="file") as bar, ThreadPoolExecutor() as pool:
         for name, rows in chosen_of.items():
             shard = chain.path("shards", f"{name}.parquet")
             with _reading(chain, "merge", shard):
-                for row in iter_rows(shard, "shard", ["sample_id", "prompt_ids", "output_ids"]):
-                    if row["sample_id"] in rows:
-                        _check_hidden_file(chain, store, indexes[name][row["sample_id"]], row)
+                for table in iter_tables(shard, "shard", ["sample_id", "prompt_ids", "output_ids"]):
+                    wanted = table.filter(pc.is_in(table["sample_id"], pa.array(rows, pa.string()))).to_pylist()
+                    check = partial(_check_hidden_file, chain, store, indexes[name])
+                    for _ in pool.map(check, wanted):
                         bar.update()
     return len(chosen)
 
@@ -301,8 +305,9 @@ def _check_index(chain: Chain, name: str, store: HiddenStore) -> dict[str, dict]
     return {name: entry for name, entry in index.items() if store.has(entry["key"])}
 
 
-def _check_hidden_file(chain: Chain, store: HiddenStore, entry: dict, row: dict) -> None:
+def _check_hidden_file(chain: Chain, store: HiddenStore, index: dict[str, dict], row: dict) -> None:
     """The file is the one that the index names, its key is that of its content, and it holds the row's tokens."""
+    entry = index[row["sample_id"]]
     path, name = store.path(entry["key"]), row["sample_id"]
     found = file_sha256(path)
     if found != entry["sha256"]:

@@ -64,7 +64,14 @@ class Reader:
         self.markers = markers(self.turn_format)
 
     def show(self, ids: Sequence[int]) -> list[Segment]:
-        return segments(ids, self.markers, self.renderer.decode)
+        return segments(ids, self.markers, self._text)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """The text of ids; where the tokenizer does not know one, as a quarantined row may have it, the numbers."""
+        try:
+            return self.renderer.decode(ids)
+        except (OverflowError, LookupError, TypeError):
+            return " ".join(f"⟨{i}⟩" for i in ids)
 
     def row(self, sample_id: str) -> dict:
         """The whole trail of one row.  Raises RecordError when no dataset of the run has it."""
@@ -90,7 +97,7 @@ class Reader:
             "jobs": [self._job(stage, dataset) for stage in ("prompts", "generate", "validate")],
         }
         if raw is None:
-            return trail | {"outcome": "not generated: see raw/{dataset}.report.json"}
+            return trail | {"outcome": f"not generated: {self.chain.path('raw', f'{dataset}.report.json')} says why"}
         rendered = self.renderer.prompt_ids(prompt["messages"], prompt["tools"], prompt["template_arguments"])
         trail["prompt"] = {
             "tokens": len(raw["prompt_ids"]),
@@ -142,6 +149,12 @@ class Reader:
 
     def _job(self, stage: str, name: str) -> dict | None:
         return job_summary(self.chain.job(stage, name))
+
+
+def code_name(code: Mapping) -> str:
+    """The version of the programs, short: a commit, or their digest outside a checkout, and whether it was all of it."""
+    name = (code["commit"] or code["sha256"])[:10]
+    return f"{name} + uncommitted changes" if code["clean"] is False else name
 
 
 def job_summary(job: Mapping | None) -> dict | None:
