@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from eaglet import program
@@ -69,20 +70,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SystemExit("serve.py gpu: name a command after --")
         become_gpu_job(words, Devices(visible_gpus()), args.timeout)
     tuning = Tuning.from_params(args.tuning)
-    command = the_command(args, tuning)
     if args.mode == "command":
-        print(command.told())
+        print(the_command(args, tuning).told())
         return 0
-    python = args.params.get("python", "python") if args.params["engine"] == "sglang" else sys.executable
-    hold(command, package_versions(args.params["engine"], python), tuning, args.endpoint, args.log)
+    hold(partial(identified_command, args, tuning), tuning, args.endpoint, args.log)
     return 0
 
 
 def the_command(args: argparse.Namespace, tuning: Tuning) -> ServerCommand:
-    """The command for the parsed flags; the target's fingerprint is part of its identity where it is known."""
-    found = read_json(args.turn_format) if args.turn_format else {"target": args.target}
-    command = server_command(args.params, Target.from_params(found["target"]), tuning)
-    identity = {**command.identity, "target": found.get("fingerprint")}
+    target = read_json(args.turn_format)["target"] if args.turn_format else args.target
+    return server_command(args.params, Target.from_params(target), tuning)
+
+
+def identified_command(args: argparse.Namespace, tuning: Tuning) -> ServerCommand:
+    """The command together with all that decides whether another job may share its server."""
+    command = the_command(args, tuning)
+    engine = args.params.get("engine", "transformers")
+    python = args.params.get("python", "python") if engine == "sglang" else sys.executable
+    fingerprint = read_json(args.turn_format)["fingerprint"] if args.turn_format else None
+    identity = {**command.identity, "target": fingerprint, "packages": package_versions(engine, python)}
     return replace(command, identity=identity)
 
 

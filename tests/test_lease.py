@@ -15,7 +15,7 @@ import requests
 
 from eaglet.endpoint import connect, look
 from eaglet.errors import ConfigError, ServerError
-from eaglet.lease import current_state
+from eaglet.lease import attach, current_state
 from eaglet.locks import SHARED, Devices, LeaseFiles, acquire, directory, is_held, workflow_alive
 from eaglet.processes import MARK
 
@@ -64,13 +64,14 @@ class House:
 
     def start(self, *words: str, **toy: object) -> subprocess.Popen:
         environment = {**self.environment, **{f"TOY_{name}": str(value) for name, value in toy.items()}}
-        process = subprocess.Popen(
-            [sys.executable, *map(str, words)],
-            cwd=self.folder,
-            env=environment,
-            stderr=open(self.folder / f"stderr.{len(self.processes)}", "wb"),
-            start_new_session=True,
-        )
+        with open(self.folder / f"stderr.{len(self.processes)}", "wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, words)],
+                cwd=self.folder,
+                env=environment,
+                stderr=stderr,
+                start_new_session=True,
+            )
         self.processes.append(process)
         return process
 
@@ -322,8 +323,6 @@ def test_waiting_for_a_gpu_says_who_holds_it_and_ends_in_time(house: House) -> N
     holder = house.hold("a", devices=("1",), tuning={"gpu_timeout": 1.5})
     eventually((house.folder / "a.json").exists, "the endpoint")
     told: list[str] = []
-    from eaglet.lease import attach
-
     with pytest.raises(
         ServerError, match=r"waited 1\.5 s for the GPUs: GPU 1 is held by process \d+ \(python train\.py"
     ):

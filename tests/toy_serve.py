@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     if mode == "hold":
         log, tuning, *more = rest
         flavour, *devices = more or ["plain"]
-        hold(command(flavour, tuple(devices)), {}, Tuning(**json.loads(tuning)), Path(endpoint), Path(log))
+        hold(partial(command, flavour, tuple(devices)), Tuning(**json.loads(tuning)), Path(endpoint), Path(log))
         return 0
     seconds, output, *fails = rest
     with connect(Path(endpoint)) as connection:

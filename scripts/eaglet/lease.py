@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eaglet.digests import sha256
-from eaglet.errors import ServerError
+from eaglet.errors import EagletError, ServerError
 from eaglet.files import write_json
 from eaglet.locks import (
     EXCLUSIVE,
@@ -37,28 +37,40 @@ POLL = 0.2
 ENDPOINT_PATIENCE = 15.0  # seconds for another holder of the same endpoint to go away
 
 
-def hold(command: ServerCommand, versions: dict, tuning: Tuning, endpoint: Path, log: Path) -> None:
-    """Write the endpoint file at once, then keep a lease until this process is ended.  Raises ServerError."""
-    files = LeaseFiles(
-        workflow_folder(), sha256(f"{command.fingerprint} {json.dumps(versions, sort_keys=True)}".encode())
-    )
-    holder = files.folder / f"{sha256(str(endpoint).encode())[:16]}.holder"
+def hold(prepare: Callable[[], ServerCommand], tuning: Tuning, endpoint: Path, log: Path) -> None:
+    """Write the endpoint file at once, then keep a lease until this process is ended.  Raises ServerError, ConfigError.
+
+    `prepare` makes the command; it looks for GPUs and packages and may take longer than Snakemake waits for the file.  So
+    the file names this holder, and the holder's own file names the server once it is known, or says why there is none.
+    """
+    folder = workflow_folder()
+    holder = folder / f"{sha256(str(endpoint).encode())[:16]}.holder"
     held = _acquire_within(holder, ENDPOINT_PATIENCE)
     if held is None:
         raise ServerError(f"{endpoint}: another serve.py holds this endpoint; end it first")
     try:
-        write_json(
-            endpoint,
-            {"fingerprint": files.fingerprint, "folder": str(files.folder), "holder": str(holder), "log": str(log)},
-        )
+        os.ftruncate(held, 0)
+        write_json(endpoint, {"folder": str(folder), "holder": str(holder), "log": str(log)})
+        command = prepare()
+        files = LeaseFiles(folder, command.fingerprint)
+        _tell(held, fingerprint=files.fingerprint)
         lease = _join(files, command, tuning, log)
         say(f"lease on server {files.fingerprint[:16]}, log {log}")
         while is_held(files.server):
             time.sleep(POLL)
         os.close(lease)
         raise _lost(files, log)
+    except EagletError as error:
+        _tell(held, failure=str(error))
+        raise
     finally:
         os.close(held)
+
+
+def _tell(holder: int, **facts: str) -> None:
+    """Replace what a holder's file says to its consumer."""
+    os.ftruncate(holder, 0)
+    os.pwrite(holder, json.dumps({"pid": os.getpid(), **facts}).encode(), 0)
 
 
 def _join(files: LeaseFiles, command: ServerCommand, tuning: Tuning, log: Path) -> int:
@@ -90,6 +102,7 @@ def _start_daemon(files: LeaseFiles, command: ServerCommand, tuning: Tuning, log
         name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS") and name != WORKFLOW_PID
     }
     with open(log, "ab") as stream:
+        os.fchmod(stream.fileno(), 0o600)  # SGLang writes its key there with its other settings
         daemon = subprocess.Popen(
             [sys.executable, "-m", "eaglet.server_daemon"],
             env={**environment, "PYTHONPATH": str(SCRIPTS)},
@@ -141,8 +154,12 @@ def attach(endpoint: Path, told: Callable[[str], None]) -> Lease:
     Raises ServerError when the holder has gone or the server could not be started.
     """
     found = _read_endpoint(endpoint)
-    files = LeaseFiles(Path(found["folder"]), found["fingerprint"])
     log, holder = Path(found["log"]), Path(found["holder"])
+    while (files := _server_of(found)) is None:
+        if not is_held(holder):
+            named = read_json_or_none(holder) or {}
+            raise ServerError(named.get("failure") or f"{endpoint}: its `serve.py hold` was ended; start it again")
+        time.sleep(POLL)
     descriptor, last = acquire(files.lease, SHARED), None
     try:
         while (state := current_state(files)) is None or state["phase"] != "ready":
@@ -161,9 +178,17 @@ def attach(endpoint: Path, told: Callable[[str], None]) -> Lease:
 
 def _read_endpoint(endpoint: Path) -> dict[str, Any]:
     found = read_json_or_none(endpoint)
-    if not isinstance(found, dict) or not {"folder", "fingerprint", "holder", "log"} <= set(found):
+    if not isinstance(found, dict) or not {"folder", "holder", "log"} <= set(found):
         raise ServerError(f"{endpoint}: not an endpoint file; it is written by `serve.py hold`, which must be running")
     return found
+
+
+def _server_of(endpoint: Mapping[str, Any]) -> LeaseFiles | None:
+    """The files of the server that an endpoint's holder names; None until it does."""
+    named = read_json_or_none(Path(endpoint["holder"]))
+    if not named or "fingerprint" not in named or not Path(f"/proc/{named['pid']}").exists():
+        return None  # what a holder that is gone has left does not count
+    return LeaseFiles(Path(endpoint["folder"]), named["fingerprint"])
 
 
 def current_state(files: LeaseFiles) -> dict[str, Any] | None:
@@ -174,8 +199,8 @@ def current_state(files: LeaseFiles) -> dict[str, Any] | None:
 
 def state_of_endpoint(endpoint: Path) -> dict[str, Any] | None:
     """For an onlooker that must not keep the server: `current_state` behind an endpoint file."""
-    found = _read_endpoint(endpoint)
-    return current_state(LeaseFiles(Path(found["folder"]), found["fingerprint"]))
+    files = _server_of(_read_endpoint(endpoint))
+    return current_state(files) if files else None
 
 
 def become_gpu_job(argv: list[str], devices: Devices, timeout: float) -> None:
