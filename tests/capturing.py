@@ -33,15 +33,15 @@ class Url:
         return f"the server at {self.url}"
 
 
-def write_prompts(path: Path, count: int) -> Path:
+def write_prompts(path: Path, count: int, *, tools: bool = True) -> Path:
     """`count` conversations; every third with a tool, every fifth with a system message."""
     with open(path, "w", encoding="utf-8") as stream:
         for number in range(count):
             messages = [{"role": "user", "content": f"Question {number}: what is the capital of France?"}]
             if number % 5 == 0:
                 messages.insert(0, {"role": "system", "content": "Answer with one word."})
-            tools = [TOOL] if number % 3 == 0 else None
-            record = {"sample_id": sample_id(messages, tools, {}), "messages": messages, "tools": tools}
+            offered = [TOOL] if tools and number % 3 == 0 else None
+            record = {"sample_id": sample_id(messages, offered, {}), "messages": messages, "tools": offered}
             stream.write(json.dumps({**record, "template_arguments": {}, "source": {}}) + "\n")
     return path
 

@@ -18,10 +18,6 @@ from eaglet.journal import verify
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, KILLS, IN_FLIGHT = 240, 10, 4
-TRANSFORMERS = [  # what it imports lazily to load a tokenizer
-    f"transformers.{name}"
-    for name in ("models.auto.modeling_auto", "models.auto.tokenization_auto", "tokenization_utils_tokenizers")
-]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "scripts"), "OMP_NUM_THREADS": "1"}
 
 
@@ -41,10 +37,11 @@ def server(tmp_path, tiny_format):
 
 
 @pytest.fixture(scope="module")
-def processes():
-    """Starts processes that have imported the program already: twelve imports of transformers would take a minute."""
+def processes(tiny_renderer):
+    """Starts processes that have imported already what this one has to render a prompt: twelve times that takes a minute."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["generate", "torch", "accelerate", *TRANSFORMERS])
+    heavy = [name for name in sys.modules if name.split(".")[0] in ("transformers", "accelerate", "torch", "sympy")]
+    context.set_forkserver_preload(["generate", *heavy])
     return context
 
 

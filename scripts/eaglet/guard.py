@@ -282,7 +282,9 @@ def _rendering_difference(renderer: Renderer, sample: Sample, ours: list[int], t
             f"  ids here:  {ours[window]}",
             f"  ids there: {theirs[window]}",
             "Give both the same chat template (target.chat_template here, --chat-template there) and the same template "
-            "arguments; where the server renders tools by code of its own, put that rendering into a chat template.",
+            "arguments. If only tools differ: SGLang hands templates `tool` with fields of its own (defer_loading) around the "
+            "schema, so let the template write `tool.function`; and where a tokenizer renders tools by code, put that "
+            "rendering into a template for both.",
         ]
     )
 
