@@ -28,6 +28,7 @@ include: "rules/hidden_states.smk"
 include: "rules/train.smk"
 include: "rules/evaluate.smk"
 include: "rules/audit.smk"
+include: "rules/export.smk"
 
 
 localrules:
@@ -35,6 +36,7 @@ localrules:
     data,
     drafter,
     check,
+    export,
 
 
 report: "docs/workflow.rst"

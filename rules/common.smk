@@ -35,6 +35,7 @@ SERVER_SEMANTICS = ["engine", "arguments", "environment", "context_length", "pyt
 SERVER_TUNING = ["start_timeout", "gpu_timeout", "hang_timeout", "restarts", "linger", "max_in_flight"]
 CLIENT_TUNING = ["max_in_flight", "request_timeout", "give_up_after", "render_samples"]
 PLOTS = ["acceptance", "positions", "speed", "training"]
+EXPORTS = ["specforge-offline", "specforge-online", "speculators"]
 
 # The programs run in the interpreter that runs Snakemake, unless conda provides one for each rule.
 if not workflow.deployment_settings.deployment_method:
