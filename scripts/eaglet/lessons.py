@@ -151,7 +151,7 @@ def talk_lessons(chance: random.Random) -> Iterator[dict]:
         yield lesson
 
 
-def sum_lessons(chance: random.Random, count: int = 40) -> Iterator[dict]:
+def sum_lessons(chance: random.Random, count: int = 32) -> Iterator[dict]:
     """Small calculations, each with its way in the reasoning."""
     for _ in range(count):
         yield _lesson(chance, *chance.choice((_percentage, _price, _clock, _speed))(chance))
