@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from eaglet import charts
@@ -34,7 +35,10 @@ def report_page(chain: Chain, store: Path) -> str:
         trim_blocks=True,
     )
     environment.filters |= {"short": charts.short, "duration": charts.duration, "figure": _figure}
-    datasets = {name: _dataset(chain, name) for name in chain.datasets}
+    fates = _fates(chain)
+    datasets = {
+        name: _dataset(chain, name, Counter(f["fate"] for f in fates[name].values())) for name in chain.datasets
+    }
     return environment.get_template(TEMPLATE.name).render(
         run=chain.run.name,
         target=read_json(chain.path("target", "turn_format.json"))["target"]["model"],
@@ -52,13 +56,13 @@ def report_page(chain: Chain, store: Path) -> str:
         training=_training(chain),
         acceptance=_evaluation(chain, "acceptance.json"),
         speed=_evaluation(chain, "speed.json"),
-        rows=list(_rows(chain, store)),
+        rows=list(_rows(chain, store, fates)),
         jobs=[_job(chain, key) for key in chain.jobs],
         files=_files(chain),
     )
 
 
-def _dataset(chain: Chain, name: str) -> dict:
+def _dataset(chain: Chain, name: str, fates: Counter) -> dict:
     """What became of one dataset's records, and how long its prompts and outputs are."""
     rows = {stage: chain.jobs[stage, name]["rows"] for stage in ("prompts", "generate", "validate")}
     prompt_tokens, output_tokens, finished = [], [], Counter()
@@ -68,17 +72,13 @@ def _dataset(chain: Chain, name: str) -> dict:
         prompt_tokens += pc.list_value_length(table["prompt_ids"]).to_pylist()
         output_tokens += pc.list_value_length(table["output_ids"]).to_pylist()
         finished.update(table["finish_reason"].to_pylist())
-    splits = Counter()
-    for shard in chain.of_stage("hidden_states"):
-        for table in iter_tables(chain.path("shards", f"{shard}.parquet"), "shard", ["dataset", "split"]):
-            splits.update(table.filter(pc.equal(table["dataset"], name))["split"].to_pylist())
     return {
         "read": rows["prompts"]["in"],
         "prompts": rows["prompts"]["out"],
         "raw": rows["generate"]["out"],
         "checked": rows["validate"]["out"],
-        "train": splits["train"],
-        "heldout": splits["heldout"],
+        "train": fates["train"],
+        "heldout": fates["heldout"],
         "finished": finished["stop"],
         "prompt_tokens": sum(prompt_tokens),
         "output_tokens": sum(output_tokens),
@@ -221,21 +221,17 @@ def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _rows(chain: Chain, store: Path) -> Iterator[dict]:
+def _rows(chain: Chain, store: Path, fates: Mapping[str, Mapping[str, dict]]) -> Iterator[dict]:
     """Rows for the browser, spread evenly over each dataset: the decoded tokens, cut at the markers, and the row's trail."""
     reader = Reader(chain, store)
     most = min(ROWS_PER_DATASET, max(1, ROWS // len(chain.datasets)))
     for dataset in chain.datasets:
-        raw = chain.path("raw", f"{dataset}.parquet")
-        total = chain.jobs["generate", dataset]["rows"]["out"]
-        wanted = {i * total // min(most, total) for i in range(min(most, total))}
-        rows = {row["sample_id"]: row for place, row in enumerate(iter_rows(raw, "raw")) if place in wanted}
+        rows = {row["sample_id"]: row for row in _spread(chain, dataset, most)}
         sources = {
             record["sample_id"]: record["source"]
             for _, record in iter_jsonl(chain.path("prompts", f"{dataset}.jsonl"))
             if record["sample_id"] in rows
         }
-        fates = _fates(chain, dataset, set(rows))
         for name, row in rows.items():
             yield {
                 "id": name,
@@ -247,8 +243,18 @@ def _rows(chain: Chain, store: Path) -> Iterator[dict]:
                 "output_tokens": len(row["output_ids"]),
                 "finish_reason": row["finish_reason"],
                 "request_key": row["request_key"],
-                **fates.get(name, {"fate": "dropped", "place": "in no shard"}),
+                **fates[dataset].get(name, {"fate": "dropped", "place": "a duplicate in another dataset"}),
             }
+
+
+def _spread(chain: Chain, dataset: str, most: int) -> Iterator[dict]:
+    """At most so many rows of a raw file, at even distances."""
+    total, start = chain.jobs["generate", dataset]["rows"]["out"], 0
+    chosen = [i * total // min(most, total) for i in range(min(most, total))]
+    for table in iter_tables(chain.path("raw", f"{dataset}.parquet"), "raw"):
+        here = [place - start for place in chosen if start <= place < start + table.num_rows]
+        yield from table.take(pa.array(here, pa.int64())).to_pylist()
+        start += table.num_rows
 
 
 def _cut(segment: dict) -> dict:
@@ -260,17 +266,17 @@ def _cut(segment: dict) -> dict:
     )
 
 
-def _fates(chain: Chain, dataset: str, names: set[str]) -> dict[str, dict]:
-    """sample_id -> where the row went: a shard and place, or the quarantine with its reasons."""
-    fates = {}
-    for row in iter_rows(chain.path("quarantine", f"{dataset}.parquet"), "quarantine", ["sample_id", "reasons"]):
-        if row["sample_id"] in names:
-            fates[row["sample_id"]] = {"fate": "quarantined", "place": ", ".join(row["reasons"])}
+def _fates(chain: Chain) -> dict[str, dict[str, dict]]:
+    """dataset -> sample_id -> where the row went: a shard and place, or the quarantine with its reasons."""
+    fates: dict[str, dict[str, dict]] = {dataset: {} for dataset in chain.datasets}
+    for dataset in chain.datasets:
+        path = chain.path("quarantine", f"{dataset}.parquet")
+        for row in iter_rows(path, "quarantine", ["sample_id", "reasons"]):
+            fates[dataset][row["sample_id"]] = {"fate": "quarantined", "place": ", ".join(row["reasons"])}
     for shard in chain.of_stage("hidden_states"):
         path = chain.path("shards", f"{shard}.parquet")
         for place, row in enumerate(iter_rows(path, "shard", ["sample_id", "dataset", "split"])):
-            if row["dataset"] == dataset and row["sample_id"] in names:
-                fates[row["sample_id"]] = {"fate": row["split"], "place": f"{shard}, row {place}"}
+            fates[row["dataset"]][row["sample_id"]] = {"fate": row["split"], "place": f"{shard}, row {place}"}
     return fates
 
 
