@@ -2,6 +2,11 @@
 
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 
 import pytest
@@ -43,26 +48,29 @@ def inputs(tmp_path_factory, tiny_target):
     return folder
 
 
-def run(inputs, output, *, tuning=None, index=None, **params):
-    stage.main(
-        [
-            *(
-                "--manifest",
-                str(inputs / "shards" / "manifest.json"),
-                "--shards",
-                str(inputs / "shards" / "shard-0.parquet"),
-            ),
-            *("--indexes", str(index or inputs / "hidden" / "shard-0.index.parquet")),
-            *("--turn-format", str(inputs / "turn_format.json"), "--store", str(inputs / "store")),
-            *("--params", json.dumps({**PARAMS, "dtype": "float32", **params}), "--tuning", json.dumps(tuning or {})),
-            *("--output", str(output), "--provenance", str(output / "provenance.json")),
-        ]
-    )
+def arguments(inputs, output, *, tuning=None, index=None, **params):
+    shards = inputs / "shards"
+    return [
+        *("--manifest", str(shards / "manifest.json"), "--shards", str(shards / "shard-0.parquet")),
+        *("--indexes", str(index or inputs / "hidden" / "shard-0.index.parquet")),
+        *("--turn-format", str(inputs / "turn_format.json"), "--store", str(inputs / "store")),
+        *("--params", json.dumps({**PARAMS, "dtype": "float32", **params}), "--tuning", json.dumps(tuning or {})),
+        *("--output", str(output), "--provenance", str(output / "provenance.json")),
+    ]
+
+
+def run(inputs, output, **more):
+    stage.main(arguments(inputs, output, **more))
     return output
 
 
 def log_of(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def loss_of(line):
+    """The losses by step of a line of the log, a training step's or the held-out ones."""
+    return line.get("heldout", line)["loss"]
 
 
 def forget(inputs):
@@ -144,6 +152,43 @@ def test_a_stopped_training_ends_with_the_bytes_of_an_undisturbed_one(inputs, tr
     assert resumed == (stop - 1) // 2 * 2
 
 
+def test_a_killed_training_ends_with_the_bytes_of_an_undisturbed_one(inputs, tmp_path):
+    more = {"epochs": 60, "seed": 7}
+    whole = contents(run(inputs, tmp_path / "whole", **more))
+    forget(inputs)
+    command = [
+        sys.executable,
+        stage.__file__,
+        *arguments(inputs, tmp_path / "out", tuning={"checkpoint_every": 3}, **more),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        wait_until(lambda: any((inputs / "store").glob("checkpoints/*/step-*.pt")) or process.poll() is not None)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
+    assert contents(run(inputs, tmp_path / "out", **more)) == whole
+    assert read_json(tmp_path / "out" / "provenance.json")["facts"]["resumed_from_step"] > 0
+
+
+def wait_until(happened, seconds=120):
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_two_processes_train_as_one(inputs, trained, tmp_path):
+    forget(inputs)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, stage.__file__, *arguments(inputs, tmp_path, micro_batch_tokens=60)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert read_json(tmp_path / "provenance.json")["facts"]["processes"] == 2
+    for a, b in zip(log_of(trained), log_of(tmp_path), strict=True):
+        assert a.get("targets") == b.get("targets")
+        assert loss_of(a) == pytest.approx(loss_of(b), rel=1e-3)
+
+
 def test_a_damaged_checkpoint_is_passed_over(inputs, trained, tmp_path, capsys):
     forget(inputs)
     run(inputs, tmp_path, tuning={"checkpoint_every": 2})
@@ -157,9 +202,7 @@ def test_micro_batches_change_nothing_but_rounding(inputs, trained, tmp_path):
     run(inputs, tmp_path, micro_batch_tokens=40)
     for a, b in zip(log_of(trained), log_of(tmp_path), strict=True):
         assert a.get("tokens") == b.get("tokens")
-        assert a.get("loss", a.get("heldout", {}).get("loss")) == pytest.approx(
-            b.get("loss", b.get("heldout", {}).get("loss")), rel=1e-3
-        )
+        assert loss_of(a) == pytest.approx(loss_of(b), rel=1e-3)
 
 
 def test_long_rows_are_cut_into_windows_and_counted(inputs, tmp_path):

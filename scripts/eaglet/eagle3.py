@@ -53,7 +53,7 @@ class Eagle3Config:
 # The model.  Names of modules are the keys of the checkpoint.
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
+def product_dtype(x: Tensor) -> torch.dtype:
     """What matrix products with `x` are computed in: autocast's dtype where it is on."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -68,7 +68,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(compute_dtype(x))
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(product_dtype(x))
 
 
 class Attention(nn.Module):
@@ -464,7 +464,7 @@ class Losses:
 
 def draft_loss(outputs: Tensor, head: Tensor, targets: Tensor, target_head: Tensor, weight: Tensor) -> Losses:
     """outputs [K, J, H] after the final norm; head, target_head [Vd, H]; targets [J, H]; weight fp32 [K, J]."""
-    dtype = compute_dtype(outputs)
+    dtype = product_dtype(outputs)
     arguments = (
         outputs.to(dtype),
         head.to(dtype),

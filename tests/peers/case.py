@@ -1,0 +1,64 @@
+"""The case that eaglet and its peers compute: a small drafter as eaglet saves it, and two rows.
+
+    python tests/peers/case.py      # writes tests/peers/case/ again (needed only if the case itself changes)
+
+case/ holds the drafter's config.json and model.safetensors, and inputs.safetensors with the target's embedding and head and
+the rows' tokens and states.  Two rows of different lengths, so that padding and packing take part.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+FOLDER = Path(__file__).parent / "case"
+STEPS = 3
+PROMPTS = (7, 4)  # prompt lengths of the two rows; each is at least STEPS
+OUTPUTS = (6, 5)
+
+
+def rows() -> list[dict]:
+    """[{token_ids, aux, last, prompt}] of the case."""
+    inputs = load_file(FOLDER / "inputs.safetensors")
+    named = ("token_ids", "aux", "last")
+    return [{**{name: inputs[f"{name}_{n}"] for name in named}, "prompt": prompt} for n, prompt in enumerate(PROMPTS)]
+
+
+def write() -> None:
+    from eaglet.drafter_files import save_drafter
+    from eaglet.eagle3 import Eagle3Config, Eagle3Drafter
+
+    config = Eagle3Config(
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        vocab_size=50,
+        draft_vocab_size=20,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=64,
+        layer_ids=(2, 4, 5),
+    )
+    random = torch.Generator().manual_seed(0)
+    embedding = torch.randn(50, 16, generator=random)
+    drafter = Eagle3Drafter(config, embedding)
+    with torch.no_grad():
+        for p in drafter.parameters():
+            p.normal_(1.0 if p.ndim == 1 else 0.0, 0.3, generator=random)
+    drafter.set_draft_vocab(torch.randperm(50, generator=random)[:20].sort().values)
+    save_drafter(FOLDER, drafter, dtype=torch.float32)
+    inputs = {"embedding": embedding, "head": torch.randn(50, 16, generator=random)}
+    for n, length in enumerate(p + o for p, o in zip(PROMPTS, OUTPUTS, strict=True)):
+        inputs[f"token_ids_{n}"] = torch.randint(0, 50, (length,), generator=random)
+        inputs[f"aux_{n}"] = torch.randn(length, 48, generator=random)
+        inputs[f"last_{n}"] = torch.randn(length, 16, generator=random)
+    save_file(inputs, FOLDER / "inputs.safetensors")
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+    write()
