@@ -157,8 +157,8 @@ def merge(checked: Mapping[str, Path], shards: Mapping[str, int], heldout: Mappi
     kept = sum(int((a.shard >= 0).sum()) for a in assignments.values())
     if kept == sum(int(a.heldout.sum()) for a in assignments.values()):
         raise ConfigError(
-            f"heldout.rows_per_dataset: {heldout['rows_per_dataset']} holds out all of the {kept} rows and leaves none to "
-            "train on; make it smaller, or find in checked/*.report.json why so few rows came through"
+            f"heldout.rows_per_dataset: {heldout['rows_per_dataset']} leaves none of the {kept} checked rows to train on; make it "
+            "smaller, or find in checked/*.report.json why so few rows came through"
         )
     origin = read_origin(checked)
     output.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eaglet.conversations import FIELDS, REASONS, Reading, Refused, standard_schema
 from eaglet.errors import ConfigError
@@ -278,6 +280,12 @@ def test_glaive_call_with_proper_json_arguments_is_read_and_a_broken_one_refused
     assert refusal({"system": "SYSTEM: No tools.", "chat": broken}, "glaive").reason == "bad_tool_call"
 
 
+def test_glaive_calls_that_are_no_objects_are_refused():
+    for call in ("{broken", "[1]", "", "f()"):
+        chat = f"USER: a\n\n\nASSISTANT: <functioncall> {call} <|endoftext|>\n\n\nFUNCTION RESPONSE: 1"
+        assert refusal({"system": "", "chat": chat}, "glaive").reason == "bad_tool_call"
+
+
 def test_glaive_without_functions_keeps_its_system_text():
     record = {
         "system": "SYSTEM: You are a helpful assistant, with no access to external functions.\n\n\n",
@@ -402,3 +410,55 @@ def test_type_lists_and_boolean_schemas_are_standard():
 
 def test_every_format_says_what_its_parts_are_called():
     assert set(FIELDS) == {"messages", "instruction", "sharegpt", "glaive", "xlam", "bfcl"}
+
+
+# --- anything at all ---
+
+NAMES = [
+    "role",
+    "content",
+    "from",
+    "value",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+    "type",
+    "properties",
+    "text",
+]
+SCALARS = st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["", "a", "{", "[1]", '{"name": "f"}', "[{"])
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner), max_leaves=6
+)
+ROLE = st.sampled_from(["user", "human", "assistant", "gpt", "tool", "system", "function_call", None])
+ANY_CALL = st.fixed_dictionaries({"name": st.just("f") | JSON, "arguments": JSON})
+TURN = st.fixed_dictionaries(
+    {"role": ROLE, "content": st.just("a") | JSON},
+    optional={"tool_calls": JSON | st.lists(ANY_CALL), "function_call": ANY_CALL, "thinking": JSON},
+)
+SCHEMA = st.fixed_dictionaries({"type": st.sampled_from(["dict", "any", "List[int]", "no"]) | JSON, "properties": JSON})
+TOOL = st.fixed_dictionaries({"name": st.just("a.b") | JSON, "parameters": SCHEMA | JSON})
+PIECES = ["USER: ", "\n\nASSISTANT: ", "\n\nFUNCTION RESPONSE: ", "<functioncall> ", "{", "[1]", '{"name": "f"}', "a"]
+TEXT = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("format", FIELDS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_record_becomes_a_conversation_or_is_refused_under_a_known_reason(format, data):
+    part = (
+        TEXT
+        | JSON
+        | st.lists(TURN, max_size=4)
+        | st.lists(TOOL, max_size=2)
+        | st.lists(TURN, max_size=2).map(json.dumps)
+    )
+    record = {name: data.draw(part, label=name) for name in FIELDS[format].values()}
+    try:
+        found = read({**record, "x": 1}, format, **({"prompt": "{x}"} if format == "instruction" else {}))
+    except Refused as refused:
+        assert refused.reason in REASONS
+        return
+    assert found.messages[-1]["role"] in ("user", "tool")
+    assert Reading("messages", {}).conversation(vars(found)) == found

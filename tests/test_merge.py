@@ -175,7 +175,9 @@ def test_an_id_that_comes_twice_in_a_file_stops_the_merge(tmp_path):
 
 
 def test_holding_out_every_row_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"heldout\.rows_per_dataset: 8 holds out all of the 3 rows"):
+    with pytest.raises(
+        ConfigError, match=r"heldout\.rows_per_dataset: 8 leaves none of the 3 checked rows to train on"
+    ):
         run(tmp_path, {"a": names(2), "b": ["z"]}, heldout=8)
 
 

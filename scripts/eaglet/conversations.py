@@ -165,8 +165,8 @@ def _read_glaive(record: Mapping, reading: Reading) -> tuple[list, list | None]:
         if turn["role"] == "assistant":
             turn["content"], mark, call = (part.strip() for part in turn["content"].partition("<functioncall>"))
             if mark:
-                turn["tool_calls"] = [_glaive_call(call)]
-                called = turn["tool_calls"][0]["name"]
+                turn["tool_calls"] = [_tool_call(_glaive_call(call))]
+                called = turn["tool_calls"][0]["function"]["name"]
         elif turn["role"] == "tool" and called:
             turn["name"] = called
     return [{"role": "system", "content": system}, *turns], tools
