@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from eaglet.capture import Capture, Captured, Requests, Tuning
 from eaglet.client import Client, Expected
 from eaglet.endpoint import connect
+from eaglet.errors import ConfigError
 from eaglet.files import write_json
 from eaglet.inference import for_arguments
 from eaglet.journal import Generations
@@ -28,8 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(arguments)
     _, first_prompt = next(iter_jsonl(args.prompts), (0, {}))
     turn_format = for_arguments(TurnFormat.load(args.turn_format), first_prompt.get("template_arguments") or {})
-    requests = Requests(turn_format, args.params["sampling"], args.params["context_length"])
-    tuning = Tuning(**args.tuning)
+    requests = Requests(turn_format, args.params.get("sampling", {}), args.params.get("context_length"))
+    tuning = tuning_of(args.tuning)
+    if args.url and "@" in urlsplit(args.url).netloc:
+        raise ConfigError("server.url: holds a name or password, which would be written down; use server.token_env")
     with (
         recorded(
             args.provenance,
@@ -46,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             prompts=args.prompts,
             turn_format=turn_format,
             requests=requests,
-            max_tokens=args.params["max_tokens"],
+            max_tokens=args.params.get("max_tokens"),
             generations=generations,
             open_client=lambda: open_client(args, stack, turn_format, tuning),
             tuning=tuning,
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    made = parser(__doc__, params="sampling, max_tokens (or null) and context_length (or null: the model's own)")
+    made = parser(__doc__, params="sampling; max_tokens (null: no cap); context_length (null: the model's own)")
     made.add_argument("--dataset", required=True, metavar="NAME", help="names the journal")
     made.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="prompts/{dataset}.jsonl")
     made.add_argument("--turn-format", required=True, type=Path, metavar="FILE", help="target/turn_format.json")
@@ -79,6 +82,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--retry-refused", action="store_true", help="ask rows again that a server has refused before")
     return made
+
+
+def tuning_of(given: dict) -> Tuning:
+    """Raises ConfigError on an unknown name."""
+    if unknown := sorted(set(given) - set(Tuning.__dataclass_fields__)):
+        raise ConfigError(f"--tuning: unknown {', '.join(unknown)}; known: {', '.join(Tuning.__dataclass_fields__)}")
+    return Tuning(**given)
 
 
 def open_client(args: argparse.Namespace, stack: ExitStack, turn_format: TurnFormat, tuning: Tuning) -> Client:
@@ -101,7 +111,7 @@ def metadata(args: argparse.Namespace, turn_format: TurnFormat, requests: Reques
         "sampling": requests.settings,
         "stop_token_ids": sorted(turn_format.end_of_turn_ids),
         "context_length": requests.context_length,
-        "max_tokens": args.params["max_tokens"],
+        "max_tokens": args.params.get("max_tokens"),
     }
 
 
@@ -110,7 +120,7 @@ def report(args: argparse.Namespace, made: Captured) -> dict:
     return {
         "dataset": args.dataset,
         "rows": {"in": made.rows_in, "out": made.rows_out, "dropped": dict(sorted((+made.dropped).items()))},
-        "tokens": {"prompt": made.prompt_tokens, "output": made.output_tokens, "cap": args.params["max_tokens"]},
+        "tokens": {"prompt": made.prompt_tokens, "output": made.output_tokens, "cap": args.params.get("max_tokens")},
         "finish_reasons": dict(sorted(made.finish_reasons.items())),
         "set_aside": made.set_aside,
         "servers": made.servers,
@@ -129,17 +139,12 @@ def facts(args: argparse.Namespace, capture: Capture) -> dict:
     }
     if client:
         told |= {
-            "server": _without_secrets(client.connection.url),
+            "server": client.connection.url,
             "requests_sent": client.asked,
             "failures": dict(sorted(client.failures.items())),
             "renderings_compared": made.rendering_compared,
         }
     return told
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import numpy as np
 
 from eaglet import digests, guard
 from eaglet.client import RESERVED_TOKENS, Client, RowRefused, Stopped
-from eaglet.errors import CaptureError, RecordError, StoreError
+from eaglet.errors import CaptureError, ConfigError, RecordError, StoreError
 from eaglet.guard import Sample
 from eaglet.journal import NO_ROOM, Generation, Generations, Refusal
 from eaglet.progress import progress
@@ -57,7 +57,12 @@ class Requests:
     """Makes the request of a row: explicit sampling, a seed of its own, and a length that fits the context."""
 
     def __init__(self, turn_format: TurnFormat, settings: Mapping[str, Any], context_length: int | None):
-        """`settings` are the config's `sampling`; `context_length` in tokens, None for the model's own."""
+        """`settings` are the config's `sampling`; `context_length` in tokens, None for the model's own.
+
+        Raises ConfigError when a setting is missing: the server must not choose one.
+        """
+        if missing := [name for name in SETTINGS if name not in settings]:
+            raise ConfigError(f"sampling: {', '.join(missing)} missing; each of {', '.join(SETTINGS)} is needed")
         self.fingerprint = turn_format.fingerprint
         self.settings = {name: settings[name] for name in SETTINGS}
         self.context_length = context_length or turn_format.context_length
