@@ -10,7 +10,7 @@ import torch
 import evaluate
 from eaglet.acceptance import Acceptance, regions_of
 from eaglet.drafter_files import drafter_config, save_drafter
-from eaglet.eagle3 import initial_drafter
+from eaglet.eagle3 import Batch, Row, initial_drafter
 from eaglet.errors import EvaluationFailed
 from eaglet.proposers import EagleChain
 from eaglet.speculative import Decoded, NoDraft, Round, TargetDecoder, decode, replay
@@ -167,3 +167,30 @@ def test_a_replay_takes_the_rounds_that_decoding_takes(tiny_target):
             target.read_all([*prompt, *decoded.output_ids])
         replayed = replay(EagleChain(drafter), prompt, decoded.output_ids, target.aux(), **options)
         assert replayed == decoded.rounds
+
+
+def test_a_drafter_that_has_learnt_an_output_drafts_it(tiny_target):
+    """Training and decoding agree on alignment, positions and feedback: a learnt output is accepted many tokens at a time."""
+    turn_format = tiny_turn_format(tiny_target)
+    model = turn_format.target.load()
+    target = TargetDecoder(model, [2, 4, 5])
+    embedding = model.get_input_embeddings().weight.detach()
+    options = {"max_new_tokens": 32, "draft_tokens": 4, "stop_ids": ()}
+    prompts = [[1, 50, 51, 52, 3], [1, 70, 71, 72, 73, 3], [1, 90, 91, 3]]
+    rows = []
+    for prompt in prompts:
+        sequence = [*prompt, *decode(target, NoDraft(), prompt, **options).output_ids]
+        with torch.no_grad():
+            last = target.read_all(sequence)
+        rows.append(Row(torch.tensor(sequence), target.aux().clone(), last.clone(), len(prompt)))
+    config = drafter_config(turn_format.target.text_config(), draft_vocab_size=512, layer_ids=(2, 4, 5), vocab_size=512)
+    drafter = initial_drafter(config, embedding, embedding, torch.arange(512), 0)
+    batch, optimizer = Batch.of(rows, 4), torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    for _ in range(200):
+        drafter(batch, embedding, batch.counted / batch.counted.sum()).total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    learnt = Acceptance()
+    for prompt in prompts:
+        learnt.add(decode(target, EagleChain(drafter.eval()), prompt, **options).rounds)
+    assert learnt.length > 3.3 and learnt.shares[3] > 0.4  # untrained: 1.0 and 0.0
