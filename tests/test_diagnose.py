@@ -5,6 +5,7 @@ import json
 import pytest
 
 import diagnose
+from eaglet.config import ROOT
 from eaglet.diagnosis import FINDINGS, VERDICTS
 from eaglet.errors import SourceError
 from eaglet.records import RecordWriter
@@ -225,3 +226,9 @@ def test_a_file_that_holds_no_responses_is_refused_by_name(tmp_path, line, messa
 
 def test_every_finding_has_a_verdict_and_says_what_can_be_saved():
     assert all(verdict in VERDICTS and found and saved for verdict, found, saved in FINDINGS.values())
+
+
+def test_the_documentation_explains_every_finding():
+    documentation = (ROOT / "docs" / "watching.md").read_text()
+    for code, (verdict, what, saved) in FINDINGS.items():
+        assert f"| `{code}` | {verdict} | {what} | {saved} |" in documentation
