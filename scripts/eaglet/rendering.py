@@ -195,7 +195,7 @@ class Renderer:
                 list(messages),
                 tools=list(tools) if tools else None,
                 add_generation_prompt=prompt,
-                tokenize=tokenize,
+                tokenize=tokenize and not escaping,
                 **merged,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
