@@ -53,6 +53,10 @@ class RecordError(EagletError):
     """A record file has not got the columns, types or metadata of its kind."""
 
 
+class TrainingFailed(EagletError):
+    """The drafter cannot be trained further: its gradient is not a number."""
+
+
 class EvaluationFailed(EagletError):
     """The drafter changed the target's output, or missed the configured gate."""
 

@@ -8,6 +8,7 @@ checkpoints and the hidden store.
 
 import json
 import math
+import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +21,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from eaglet.eagle3 import Batch, Eagle3Drafter, Row, counted_targets
-from eaglet.errors import StoreError
-from eaglet.files import atomic_path
+from eaglet.errors import StoreError, TrainingFailed
+from eaglet.files import atomic_path, write_text
 from eaglet.hidden_store import HiddenStore
 from eaglet.progress import progress
 
@@ -267,6 +268,11 @@ class Trainer:
             self.forward(next(batches).to(self.device), counted, measured).backward()
         self._sum_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.max_grad_norm)
+        if not norm.isfinite():
+            raise TrainingFailed(
+                f"the gradient is {norm.item()} at learning rate {rate:.3g}; lower drafter.learning_rate, or look for damaged "
+                "hidden states with scripts/store.py verify"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -307,7 +313,10 @@ def counted_in(items: Iterable[Window], steps: int) -> list[int]:
 
 
 class Checkpoints:
-    """The checkpoints of one training, in results/store/checkpoints/{key}/, and the log up to the last of them."""
+    """The checkpoints of one training, in results/store/checkpoints/{key}/, and beside them its log so far.
+
+    A checkpoint holds the log up to its step, so the two cannot contradict each other whatever a crash left behind.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.log = folder, folder / "log.jsonl"
@@ -317,8 +326,9 @@ class Checkpoints:
             "step": step,
             "drafter": trainer.drafter.state_dict(),
             "optimizer": trainer.optimizer.state_dict(),
+            "log": self.log.read_text(encoding="utf-8"),
         }
-        with atomic_path(self._path(step)) as temporary:
+        with atomic_path(self.folder / f"step-{step:08d}.pt") as temporary:
             torch.save(state, temporary)
         for path in self._paths()[:-KEPT_CHECKPOINTS]:
             path.unlink()
@@ -328,23 +338,18 @@ class Checkpoints:
         for path in reversed(self._paths()):
             try:
                 state = torch.load(path, map_location=trainer.device, weights_only=True)
-            except (OSError, RuntimeError, EOFError) as error:
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 print(f"{path}: damaged, passed over ({error})", file=sys.stderr)
                 continue
             trainer.drafter.load_state_dict(state["drafter"])
             trainer.optimizer.load_state_dict(state["optimizer"])
-            return state["step"]
-        return 0
-
-    def truncate_log(self, step: int) -> None:
-        """Drop what was logged behind a step, a torn last line included."""
-        lines = self.log.read_text(encoding="utf-8").splitlines(keepends=True) if self.log.is_file() else []
-        whole = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.log.write_text("".join(whole), encoding="utf-8")
-
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}.pt"
+            break
+        else:
+            state = {"step": 0, "log": ""}
+        if trainer.accelerator.is_main_process:
+            write_text(self.log, state["log"])
+        trainer.accelerator.wait_for_everyone()
+        return state["step"]
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("step-*.pt"))
@@ -365,9 +370,6 @@ def fit(
     ]
     done = resumed = checkpoints.restore(trainer)
     first = accelerator.is_main_process
-    if first:
-        checkpoints.truncate_log(done)
-    accelerator.wait_for_everyone()
     batches = trainer.reader.batches(group for _, step in plan[done:] for group in trainer.micro_batches(step))
     total = sum(window.tokens for _, step in plan for window in step)
     with (
@@ -390,7 +392,6 @@ def fit(
             if (done == len(plan) or plan[done][0] != epoch) and heldout:
                 write(step=done, epoch=epoch, heldout=trainer.measure(heldout))
             if first and (done % every == 0 or done == len(plan)):
-                log.flush()
                 checkpoints.save(trainer, done)
             bar.update(tokens)
             bar.set_postfix(loss=f"{result['loss'][0]:.3f}", accuracy=f"{result['accuracy'][0]:.3f}", refresh=False)
