@@ -89,7 +89,7 @@ def identified_command(args: argparse.Namespace, tuning: Tuning) -> ServerComman
     python = args.params.get("python", "python") if engine == "sglang" else sys.executable
     fingerprint = read_json(args.turn_format)["fingerprint"] if args.turn_format else None
     identity = {**command.identity, "target": fingerprint, "packages": package_versions(engine, python)}
-    return replace(command, identity=identity)
+    return replace(command, identity=identity, devices=visible_gpus() if command.on_gpus else ())
 
 
 def print_status() -> int:

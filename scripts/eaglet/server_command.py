@@ -22,8 +22,8 @@ from eaglet.errors import ConfigError
 from eaglet.targets import Target
 
 SCRIPTS = Path(__file__).resolve().parents[1]
-PORT = "{port}"  # in an argv: replaced when the server is started
-KEY_FILE = "{api_key_file}"  # a YAML file {api-key: …} that only this user can read
+PORT = "$PORT"  # in an argv: replaced when the server is started
+KEY_FILE = "$API_KEY_FILE"  # a YAML file {api-key: …} that only this user can read
 KEY_VARIABLE = "EAGLET_API_KEY"
 ENGINE_CODE = ("engine.py", "engine_http.py", "token_sampling.py")
 PACKAGES = {"transformers": ("torch", "transformers", "tokenizers"), "sglang": ("sglang", "torch", "transformers")}
@@ -84,7 +84,8 @@ class ServerCommand:
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     identity: Mapping[str, Any]
-    devices: tuple[str, ...] = ()
+    on_gpus: bool = False
+    devices: tuple[str, ...] = ()  # the GPUs, once somebody has looked which there are
     tuning_argv: tuple[str, ...] = ()
     takes_key: bool = True  # requests must carry the key of the start, from KEY_FILE or KEY_VARIABLE
 
@@ -209,7 +210,7 @@ def _sglang(
         ),
         environment=environment,
         identity={},
-        devices=() if _names(arguments).get("device") == "cpu" else visible_gpus(),
+        on_gpus=_names(arguments).get("device") != "cpu",
     )
 
 
