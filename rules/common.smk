@@ -139,9 +139,8 @@ def server_message():
     """The server's exact command, for `snakemake -n`."""
     target = Target.from_params({**cfg["target"], "model": target_folder()})
     told = server_command(cfg["server"], target, Tuning(max_in_flight=cfg["server"]["max_in_flight"])).told()
-    return f"The server of {{wildcards.dataset}}:\n{told}".replace("{port}", "PORT").replace(
-        "{api_key_file}", "KEY_FILE"
-    )
+    escaped = told.replace("{", "{{").replace("}", "}}")  # Snakemake formats the message
+    return f"The server of {{wildcards.dataset}}:\n{escaped}"
 
 
 def launcher(program, every_gpu=False):
