@@ -4,6 +4,7 @@ A trail is put together from the run's own files, stage by stage, so it shows wh
 for `lineage` and `row_checks`.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,11 +68,12 @@ class Reader:
         return segments(ids, self.markers, self._text)
 
     def _text(self, ids: Sequence[int]) -> str:
-        """The text of ids; where the tokenizer does not know one, as a quarantined row may have it, the numbers."""
-        try:
-            return self.renderer.decode(ids)
-        except (OverflowError, LookupError, TypeError):
-            return " ".join(f"⟨{i}⟩" for i in ids)
+        """The text of ids; those that the tokenizer does not know, as a quarantined row may have them, as ⟨id⟩."""
+        known = len(self.renderer.tokenizer)
+        runs = itertools.groupby(ids, key=lambda token: 0 <= token < known)
+        return "".join(
+            self.renderer.decode(list(run)) if is_known else "".join(f"⟨{i}⟩" for i in run) for is_known, run in runs
+        )
 
     def row(self, sample_id: str) -> dict:
         """The whole trail of one row.  Raises RecordError when no dataset of the run has it."""
