@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from eaglet.capture import Capture, Captured, Requests, Tuning
+from eaglet.capture import Capture, Captured, Tuning
 from eaglet.client import Client, Expected
 from eaglet.endpoint import connect
 from eaglet.errors import ConfigError
@@ -22,6 +22,7 @@ from eaglet.journal import Generations
 from eaglet.program import json_object, parser, run
 from eaglet.provenance import recorded
 from eaglet.records import iter_jsonl
+from eaglet.row_request import Requests
 from eaglet.turn_format import TurnFormat
 
 

@@ -4,10 +4,11 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eaglet.capture import Capture, Captured, Requests, Tuning
+from eaglet.capture import Capture, Captured, Tuning
 from eaglet.client import Client, Expected
 from eaglet.digests import sample_id
 from eaglet.journal import Generations
+from eaglet.row_request import Requests
 from eaglet.turn_format import TurnFormat
 
 SETTINGS = {"temperature": 0.7, "top_p": 0.95, "top_k": -1, "min_p": 0.0, "max_new_tokens": 64, "seed": 0}

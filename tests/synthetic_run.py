@@ -15,7 +15,6 @@ import audit
 import merge
 import prompts
 from eaglet import journal
-from eaglet.capture import Requests
 from eaglet.config import checked_config
 from eaglet.digests import hidden_key
 from eaglet.files import write_json, write_text
@@ -24,6 +23,7 @@ from eaglet.inference import infer
 from eaglet.provenance import recorded
 from eaglet.records import RecordWriter, iter_jsonl, iter_rows, row_digest
 from eaglet.rendering import Renderer
+from eaglet.row_request import Requests
 from eaglet.targets import Target
 from eaglet.turn_format import TurnFormat
 from tiny import build_tiny_target

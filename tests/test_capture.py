@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from capturing import FAST, SETTINGS, capture, write_prompts
 from eaglet import capture as capture_module
 from eaglet import guard
-from eaglet.capture import Requests, Row, Window, choose_samples
+from eaglet.capture import choose_samples
 from eaglet.digests import request_key, row_seed
 from eaglet.errors import CaptureError, GuardError, RecordError
 from eaglet.journal import Generation, Index, entries
 from eaglet.records import iter_rows, read_metadata
 from eaglet.rendering import Renderer
+from eaglet.row_request import Requests
+from eaglet.window import Row, Window
 from scripted_server import ScriptedServer
 
 

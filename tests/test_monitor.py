@@ -10,7 +10,6 @@ import yaml
 
 import monitor
 from eaglet import watch
-from eaglet.capture import Requests
 from eaglet.config import ROOT, checked_config
 from eaglet.digests import sample_id
 from eaglet.endpoint import Connection
@@ -18,6 +17,7 @@ from eaglet.errors import ConfigError
 from eaglet.files import write_json
 from eaglet.journal import Generation, Journal, Refusal
 from eaglet.rendering import Renderer
+from eaglet.row_request import Requests
 from eaglet.watch import JournalTail, RunWatch, ServerWatch
 from tiny_shard import tiny_turn_format
 

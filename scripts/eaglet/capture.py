@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,158 +26,23 @@ from typing import Any
 
 import numpy as np
 
-from eaglet import digests, guard
-from eaglet.client import RESERVED_TOKENS, Client, RowRefused, Stopped
-from eaglet.errors import CaptureError, ConfigError, RecordError, StoreError
+from eaglet import guard
+from eaglet.client import Client, RowRefused, Stopped
+from eaglet.errors import CaptureError, RecordError, StoreError
 from eaglet.guard import Sample
 from eaglet.journal import NO_ROOM, Generation, Generations, Refusal
 from eaglet.progress import progress
 from eaglet.records import RecordWriter, iter_jsonl, iter_tables
 from eaglet.rendering import Renderer
+from eaglet.row_request import Requests
 from eaglet.turn_format import TurnFormat
+from eaglet.window import Row, Window
 
 LOOK_AHEAD = 1024  # rows that are ordered among each other
 WINDOW_CHUNKS = 4  # chunks between the first unanswered row and the last one that is asked
 WRITE_ROWS = 256
 LISTED_ROWS = 100  # of the rows set aside, in the report
 REFUSED_ROWS, REFUSED_SHARE = 16, 0.1  # more refusals than both: the server is at fault, not the rows
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "seed")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One row as it is asked.  `key` covers the target, the prompt, and everything of `sampling` below."""
-
-    key: str
-    max_new_tokens: int
-    seed: int
-
-
-class Requests:
-    """Makes the request of a row: explicit sampling, a seed of its own, and a length that fits the context."""
-
-    def __init__(self, turn_format: TurnFormat, settings: Mapping[str, Any], context_length: int | None):
-        """`settings` are the config's `sampling`; `context_length` in tokens, None for the model's own.
-
-        Raises ConfigError when a setting is missing: the server must not choose one.
-        """
-        if missing := [name for name in SETTINGS if name not in settings]:
-            raise ConfigError(f"sampling: {', '.join(missing)} missing; each of {', '.join(SETTINGS)} is needed")
-        self.fingerprint = turn_format.fingerprint
-        self.settings = {name: settings[name] for name in SETTINGS}
-        self.context_length = context_length or turn_format.context_length
-        self._fixed = {
-            "temperature": float(settings["temperature"]),
-            "top_p": float(settings["top_p"]),
-            "top_k": int(settings["top_k"]),
-            "min_p": float(settings["min_p"]),
-            "stop_token_ids": sorted(turn_format.end_of_turn_ids),
-            "skip_special_tokens": False,
-        }
-
-    def make(self, sample_id: str, prompt_ids: list[int]) -> Request | None:
-        """None when the prompt leaves no room for an answer in the context."""
-        room = self.context_length - RESERVED_TOKENS - len(prompt_ids)
-        max_new_tokens = min(self.settings["max_new_tokens"], room)
-        if max_new_tokens < 1:
-            return None
-        seed = digests.row_seed(self.settings["seed"], sample_id)
-        sampling = {**self._fixed, "max_new_tokens": max_new_tokens}
-        return Request(digests.request_key(self.fingerprint, prompt_ids, sampling, seed), max_new_tokens, seed)
-
-    def sampling(self, request: Request) -> dict:
-        """The `sampling_params` that are sent."""
-        return {**self._fixed, "max_new_tokens": request.max_new_tokens, "sampling_seed": request.seed}
-
-
-@dataclass(slots=True)
-class Row:
-    """A prompt on its way through the window."""
-
-    index: int  # in the prompts file, from 0
-    sample_id: str
-    prompt_ids: np.ndarray  # int32
-    request: Request | None = None
-    generation: Generation | None = None  # output_ids as int32
-    set_aside: tuple[str, str] | None = None  # (reason code, message)
-
-    @property
-    def finished(self) -> bool:
-        return self.generation is not None or self.set_aside is not None
-
-    @property
-    def tokens(self) -> int:
-        """Output tokens; 0 of a row that is still open: it may yet be set aside."""
-        return 0 if self.generation is None else len(self.generation.output_ids)
-
-    def answer(self, generation: Generation) -> None:
-        compact = np.asarray(generation.output_ids, dtype=np.int32)  # 4 bytes an id; a list of ints takes 36
-        names = ("request_key", "sample_id", "finish_reason", "matched_stop", "server")
-        self.generation = Generation(output_ids=compact, **{name: getattr(generation, name) for name in names})
-
-
-class Window:
-    """The rows under way, in file order, and where the token cap cuts the file.
-
-    `limit`: index of the first row that is certainly beyond the cap, whatever the open rows turn out to hold.
-    """
-
-    def __init__(self, max_tokens: int | None):
-        self.max_tokens = math.inf if max_tokens is None else max_tokens
-        self.rows: deque[Row] = deque()
-        self.limit: float = math.inf
-        self.cut = False  # the row that the file ends before is known
-        self.spent = 0  # output tokens of the rows that have left
-        self.open = 0  # rows that are not finished
-        self._known = 0  # output tokens of all finished rows that ever entered
-        self._left_answered = 0
-
-    def add(self, rows: Sequence[Row]) -> None:
-        self.rows.extend(rows)
-        self._known += sum(row.tokens for row in rows)
-        self.open += sum(not row.finished for row in rows)
-        self._find_limit()
-
-    def finish(self, row: Row) -> None:
-        """To be called when a row that entered open has been finished."""
-        self._known += row.tokens
-        self.open -= 1
-        self._find_limit()
-
-    def _find_limit(self) -> None:
-        if self._known <= self.max_tokens:
-            return
-        total = self.spent
-        for row in self.rows:
-            total += row.tokens
-            if total > self.max_tokens:
-                self.limit = min(self.limit, row.index)
-                return
-
-    def leave(self) -> Iterator[Row]:
-        """Take the finished rows from the front, as far as they are finished and within the cap."""
-        while self.rows and not self.cut:
-            row = self.rows[0]
-            if row.index >= self.limit or self.spent + row.tokens > self.max_tokens:
-                self.cut, self.limit = True, row.index
-            elif row.finished:
-                self.rows.popleft()
-                self.spent += row.tokens
-                self._left_answered += row.generation is not None
-                yield row
-            else:
-                return
-
-    def rows_wanted(self, most: int, least: int, guess: float) -> int:
-        """How many more rows the cap is likely to take: between `least` and `most`; 0 when those here may suffice.
-
-        `guess`: tokens of a row as long as none has left the window.
-        """
-        if self.max_tokens == math.inf:
-            return most
-        mean = max(1.0, self.spent / self._left_answered if self._left_answered else guess)
-        left = self.max_tokens - self._known - self.open * mean
-        return 0 if left <= 0 or self.cut else min(most, max(least, math.ceil(left / mean)))
 
 
 def read_prompts(path: str | Path) -> Iterator[dict]:
@@ -319,10 +184,8 @@ class Capture:
         """
         output = Path(output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        for stale in output.parent.glob(
-            f".{output.name}.*.tmp"
-        ):  # left by a kill; the journal's lock says none is in use
-            stale.unlink()
+        for stale in output.parent.glob(f".{output.name}.*.tmp"):
+            stale.unlink()  # left by a kill; that we hold the journal's lock says that nobody writes it
         rows = output.with_name(f"{output.name}.rows")
         began = time.monotonic()
         try:

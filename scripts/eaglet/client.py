@@ -25,7 +25,6 @@ from urllib3 import HTTPConnectionPool
 
 from eaglet.errors import CaptureError, GuardError
 
-RESERVED_TOKENS = 6  # of the context: SGLang takes prompts of context − 7 ids at most, and gives context − 2 in all
 CONNECT_SECONDS = 10
 CONTROL_SECONDS = 60  # for everything but /generate
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0  # seconds between attempts

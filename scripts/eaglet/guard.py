@@ -13,9 +13,10 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from eaglet.client import RESERVED_TOKENS, Answer, Client, RowRefused
+from eaglet.client import Answer, Client, RowRefused
 from eaglet.errors import GuardError
 from eaglet.rendering import Renderer
+from eaglet.row_request import RESERVED_TOKENS
 from eaglet.targets import Target
 from eaglet.turn_format import Marker, TurnFormat
 

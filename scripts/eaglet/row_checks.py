@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eaglet import journal
-from eaglet.capture import Requests
 from eaglet.digests import file_sha256, hidden_key, merkle_root, sample_id
 from eaglet.errors import EagletError
 from eaglet.files import read_json
@@ -25,6 +24,7 @@ from eaglet.hidden_store import HiddenStore
 from eaglet.lineage import Chain
 from eaglet.progress import progress
 from eaglet.records import RAW, iter_jsonl, iter_rows, iter_tables, read_metadata, row_digests
+from eaglet.row_request import Requests
 from eaglet.turn_format import TurnFormat
 
 ANSWERED = ("output_ids", "finish_reason", "matched_stop")  # what a journal line and a raw row share

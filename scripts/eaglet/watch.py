@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eaglet.capture import Requests
 from eaglet.client import Client, Expected, Failure
 from eaglet.endpoint import Connection, connect, look
 from eaglet.errors import EagletError, ServerError
@@ -22,6 +21,7 @@ from eaglet.files import read_json
 from eaglet.journal import damage
 from eaglet.lease import state_of_endpoint
 from eaglet.rendering import Renderer
+from eaglet.row_request import Requests
 from eaglet.turn_format import TurnFormat
 
 RATE_WINDOW = 300  # seconds of the past from which speed is told

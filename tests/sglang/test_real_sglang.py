@@ -13,10 +13,11 @@ import requests
 import torch
 
 from capturing import FAST, SETTINGS, capture, client_of, write_prompts
-from eaglet.client import RESERVED_TOKENS, RowRefused
+from eaglet.client import RowRefused
 from eaglet.errors import GuardError
 from eaglet.journal import entries
 from eaglet.records import iter_rows, read_metadata
+from eaglet.row_request import RESERVED_TOKENS
 from eaglet.server_daemon import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
