@@ -15,7 +15,7 @@ import torch
 import hidden_states
 import train as stage
 from eaglet.drafter_files import load_drafter
-from eaglet.errors import RecordError, StoreError
+from eaglet.errors import RecordError, StoreError, TrainingFailed
 from eaglet.files import read_json
 from eaglet.hidden_store import HiddenStore
 from eaglet.records import RecordWriter, iter_rows, read_metadata, read_table
@@ -236,6 +236,12 @@ def test_a_missing_hidden_state_is_named(inputs, tmp_path):
             run(inputs, tmp_path, seed=99)
     finally:
         away.rename(path)
+
+
+def test_a_gradient_that_is_no_number_stops_the_training(inputs, tmp_path):
+    with pytest.raises(TrainingFailed, match=r"the gradient is (nan|inf) at learning rate .* drafter\.learning_rate"):
+        run(inputs, tmp_path, learning_rate=1e38)
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def sample(prompt, output, name="k"):
