@@ -2,26 +2,21 @@
 
 import itertools
 import json
-import math
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from capturing import FAST, SETTINGS, capture, write_prompts
+from capturing import FAST, capture, write_prompts
 from eaglet import capture as capture_module
 from eaglet import guard
 from eaglet.capture import choose_samples
 from eaglet.digests import request_key, row_seed
 from eaglet.errors import CaptureError, GuardError, RecordError
-from eaglet.journal import Generation, Index, entries
+from eaglet.journal import Index, entries
 from eaglet.records import iter_rows, read_metadata
 from eaglet.rendering import Renderer
-from eaglet.row_request import Requests
-from eaglet.window import Row, Window
+from eaglet.window import Window
 from scripted_server import ScriptedServer
 
 
@@ -174,14 +169,6 @@ def rendered(turn_format, prompts):
     return [renderer.prompt_ids(r["messages"], r["tools"]) for r in records_of(prompts)]
 
 
-def test_the_length_is_fitted_to_the_context(tiny_format):
-    requests = Requests(tiny_format, SETTINGS, 100)
-    assert requests.make("a", [9] * 20).max_new_tokens == 64
-    assert requests.make("a", [9] * 40).max_new_tokens == 100 - 6 - 40
-    assert requests.make("a", [9] * 93).max_new_tokens == 1
-    assert requests.make("a", [9] * 94) is None
-
-
 def test_a_refused_row_is_recorded_once_and_asked_again_only_on_request(tmp_path, tiny_format, server, prompts):
     refused = rendered(tiny_format, prompts)[3]
     server.faults = lambda number, body: "refused" if body["input_ids"] == refused else None
@@ -298,42 +285,3 @@ def test_a_larger_cap_uses_what_lay_beyond_the_smaller_one(tmp_path, tiny_format
     assert len(Index(tmp_path / "generations" / "d.jsonl")) == 60
     assert sum(entry["kind"] == "row" for entry in entries(tmp_path / "generations" / "d.jsonl")) == 60
     assert len(rows_of(raw)) == 60
-
-
-def generation(tokens):
-    return Generation("0" * 64, "s", np.zeros(tokens, dtype=np.int32), "stop", 2, "f")
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    lengths=st.lists(st.one_of(st.none(), st.integers(1, 30)), min_size=1, max_size=60),
-    max_tokens=st.integers(0, 400),
-    chunk=st.integers(1, 20),
-    seed=st.integers(0, 10**6),
-)
-def test_whatever_the_order_of_answers_the_window_yields_the_prefix_within_the_cap(lengths, max_tokens, chunk, seed):
-    """`lengths`: output tokens of each row; None for a row that is set aside."""
-    order, window, left = random.Random(seed), Window(max_tokens), []
-    rows = [Row(i, str(i), np.zeros(1, dtype=np.int32)) for i in range(len(lengths))]
-    waiting, position = [], 0
-    while not window.cut and (position < len(rows) or window.rows):
-        left += window.leave()
-        if window.cut:
-            break
-        if not waiting and position < len(rows):
-            window.add(rows[position : position + chunk])
-            waiting, position = rows[position : position + chunk], position + chunk
-            order.shuffle(waiting)
-        if waiting:
-            row = waiting.pop()
-            if row.index >= window.limit:
-                continue
-            if lengths[row.index] is None:
-                row.set_aside = ("refused", "")
-            else:
-                row.generation = generation(lengths[row.index])
-            window.finish(row)
-    totals = itertools.accumulate(length or 0 for length in lengths)
-    wanted = next((i for i, total in enumerate(totals) if total > max_tokens), len(lengths))
-    assert [row.index for row in left] == list(range(wanted))
-    assert window.limit == (math.inf if wanted == len(lengths) else wanted)
