@@ -1,8 +1,9 @@
-# ruff: noqa: UP006, UP035, UP045, RUF  (the typing of the tasks that people give to such models)
+# ruff: noqa: B905, RUF007, UP006, UP035, UP045
 """Small functions that the embedded target learns to complete: the docstring is the task, the body is the answer.
 
 The comment above a function is what the model thinks first.  `python -m doctest config/lessons/functions.py` runs the
-examples.  Written for this project; nothing here is taken from a benchmark.
+examples.  Written for this project, without the newest idioms, as such models
+see code; nothing here is taken from a benchmark.
 """
 
 from typing import Dict, List, Optional, Tuple
