@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,8 @@ KEY_FILE = "$API_KEY_FILE"  # a YAML file {api-key: …} that only this user can
 KEY_VARIABLE = "EAGLET_API_KEY"
 ENGINE_CODE = ("engine.py", "engine_http.py", "token_sampling.py")
 PACKAGES = {"transformers": ("torch", "transformers", "tokenizers"), "sglang": ("sglang", "torch", "transformers")}
+
+INTERPRETER_SECONDS = 600
 
 SPOILS = "it would change or hide the tokens that the model wrote"
 OURS = "eaglet sets it from target and server"
@@ -129,20 +132,32 @@ def package_versions(engine: str, python: str) -> dict[str, str]:
     names = PACKAGES[engine]
     if python == sys.executable:
         return {name: importlib.metadata.version(name) for name in names}
+    return _installed_beside(python, names) or _told_by(python, names, engine)
+
+
+def _installed_beside(python: str, names: tuple[str, ...]) -> dict[str, str] | None:
+    """The versions in the environment that `python` belongs to, read from its folder: the interpreter may take long to start."""
+    found = shutil.which(python)
+    folders = sorted(map(str, Path(found).parents[1].glob("lib/python3*/site-packages"))) if found else []
+    versions = {d.name: d.version for n in names for d in importlib.metadata.distributions(name=n, path=folders)}
+    return versions if set(versions) == set(names) else None
+
+
+def _told_by(python: str, names: tuple[str, ...], engine: str) -> dict[str, str]:
     script = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names!r}}}))"
     try:
-        found = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=60)
-    except OSError as error:
+        asked = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=INTERPRETER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
-            f"server.python: {python} cannot be run ({error.strerror}); name an interpreter that has {engine}"
+            f"server.python: {python} cannot be run ({error}); name an interpreter that has {engine}"
         ) from error
-    if found.returncode:
-        last = (found.stderr.strip().splitlines() or ["no message"])[-1]
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(
             f"server.python: {python} has not got what server.engine: {engine} needs ({last}); install it there "
             "(envs/sglang.yaml), or name the interpreter that has it"
         )
-    return json.loads(found.stdout)
+    return json.loads(asked.stdout)
 
 
 def engine_code() -> str:
@@ -184,7 +199,8 @@ def _embedded(
             "--port",
             PORT,
         ),
-        environment=environment,
+        # Waiting threads that spin take the cores from the other jobs of a workflow, and the server then waits for those.
+        environment={"OMP_WAIT_POLICY": "PASSIVE", **environment},
         identity={"code": engine_code()},
         tuning_argv=tuple(tuned),
     )
