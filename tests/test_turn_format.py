@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +11,10 @@ from eaglet.inference import for_arguments, infer
 from eaglet.rendering import Renderer
 from eaglet.targets import Target
 from eaglet.turn_format import Marker, TurnFormat
-from families import FAMILIES, chat_template, family, family_target, saved_target, vocabulary
+from families import FAMILIES, Family, chat_template, family, family_target, saved_target, vocabulary
 from tiny import build_tiny_tokenizer
 
+DOCS = Path(__file__).parents[1] / "docs" / "turn-formats.md"
 USER = {"role": "user", "content": "Is it raining in Oslo?"}
 WEATHER = {
     "type": "function",
@@ -61,6 +63,26 @@ def test_a_familys_boundaries_are_inferred(family, inferred):
     assert (calls and (calls.call_begin and calls.call_begin.text, calls.call_end.text)) == family.call
     assert (calls and calls.arguments) == family.call_form
     assert found.interleaved == (family.name == "gpt-oss")
+
+
+def docs_row(family: Family, found: TurnFormat) -> str:
+    """The family's line in the table of docs/turn-formats.md."""
+
+    def marker(marker: Marker | None) -> str:
+        return f"`{json.dumps(marker.text, ensure_ascii=False)[1:-1]}` {' '.join(map(str, marker.ids))}" if marker else "–"
+
+    text = vocabulary(family.vocabulary).decode
+    ends = ", ".join(f"`{text([number])}` {number}" for number in found.end_of_turn_ids)
+    calls = found.tool_calls
+    called = f"{marker(calls.call_begin)} … {marker(calls.call_end)} ({calls.arguments})" if calls else "–"
+    past = found.past_reasoning.replace("_", " ")
+    cells = [family.name, found.owner, marker(found.opening), marker(found.closing), ends, called, past]
+    return "| " + " | ".join(cells).replace("<|", "<\\|").replace("|>", "\\|>") + " |"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_docs_show_what_is_inferred(family, inferred):
+    assert docs_row(family, inferred(family.name)) in DOCS.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
