@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from eaglet import evaluation_plots, program
-from eaglet.acceptance import Acceptance, by_region, csv_rows, regions_of
+from eaglet.acceptance import Acceptance, by_region, regions_of
 from eaglet.digests import row_seed
 from eaglet.drafter_files import load_drafter
 from eaglet.eagle3 import Eagle3Drafter, initial_drafter
@@ -29,6 +29,7 @@ from eaglet.progress import progress
 from eaglet.proposers import EagleChain, EagleTree, PromptLookup
 from eaglet.provenance import recorded
 from eaglet.records import iter_rows
+from eaglet.served_evaluation import measure_served, serve_script
 from eaglet.speculative import Decoded, Greedy, NoDraft, Proposer, Sampling, TargetDecoder, decode, replay
 from eaglet.token_sampling import SamplingParams
 from eaglet.turn_format import TurnFormat
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     output, drafter = Path(options.output), Path(options.drafter)
     files = {
-        name: output / name for name in ("acceptance.json", "acceptance.csv", "speed.json", *evaluation_plots.NAMES)
+        name: output / name
+        for name in ("acceptance.json", "acceptance.csv", "speed.json", "serve.sh", *evaluation_plots.NAMES)
     }
     with recorded(
         options.provenance,
@@ -71,18 +73,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
         outputs={name.replace(".", "_"): path for name, path in files.items()},
     ) as job:
-        rows = heldout_rows(options.shards)
-        rows_measured, device = measure(rows, drafter, TurnFormat.load(options.turn_format), options.params)
-        report = acceptance_report(rows_measured, options.params)
-        speed = speed_report(rows_measured, device)
+        rows, turn_format, server = heldout_rows(options.shards), TurnFormat.load(options.turn_format), options.server
+        if server.get("engine") == "sglang":
+            log = drafter.parent / "logs" / "evaluate.sglang.log"
+            log.parent.mkdir(exist_ok=True)
+            report, speed = measure_served(rows, drafter, options.turn_format, options.params, server, log)
+        else:
+            measured, machine = measure(rows, drafter, turn_format, options.params)
+            report, speed = acceptance_report(measured, options.params), speed_report(measured, machine)
         write_json(files["acceptance.json"], report)
-        write_text(files["acceptance.csv"], acceptance_csv(rows_measured, options.params["draft_tokens"]))
+        write_text(files["acceptance.csv"], acceptance_csv(report))
         write_json(files["speed.json"], speed)
+        write_text(files["serve.sh"], serve_script(turn_format.target, drafter, options.params, server))
         evaluation_plots.draw(output, report, speed, training_log(drafter))
         job.count(len(rows), len(rows))
         job.facts.update(speed=speed)
         tell(report, speed)
-        refuse_changed_output(rows_measured)
+        refuse_changed_output(report["identical"].get("failures", []))
         refuse_below_gate(report, options.params.get("min_acceptance"))
 
 
@@ -92,6 +99,13 @@ def _parser():
     parser.add_argument("--manifest", required=True, help="shards/manifest.json")
     parser.add_argument("--shards", required=True, nargs="+", help="shards/shard-K.parquet, all of them")
     parser.add_argument("--turn-format", required=True, help="target/turn_format.json")
+    parser.add_argument(
+        "--server",
+        type=program.json_object,
+        default={},
+        metavar="JSON",
+        help="the config's server section; with engine sglang the evaluation goes through SGLang (default: transformers)",
+    )
     parser.add_argument("--output", required=True, help="evaluation/, the folder to write")
     return parser
 
@@ -130,11 +144,8 @@ def measure(rows: Sequence[dict], folder: Path, turn_format: TurnFormat, params:
         done.append(evaluator.measure(row, also_plain=alone))
     target.close()
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return done, {
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "dtype": str(embedding.dtype).removeprefix("torch."),
-    }
+    dtype = str(embedding.dtype).removeprefix("torch.")
+    return done, {"where": f"{name}, {dtype}, {torch.get_num_threads()} threads"}
 
 
 def untrained(drafter: Eagle3Drafter, embedding: torch.Tensor, head: torch.Tensor, seed: int) -> Eagle3Drafter:
@@ -282,40 +293,32 @@ def _by_dataset(rows: Sequence[Measured]) -> dict[str, list[Measured]]:
     return {dataset: [m for m in rows if m.dataset == dataset] for dataset in sorted({m.dataset for m in rows})}
 
 
-def _region_counts(rows: Sequence[Measured]) -> dict[str, Acceptance]:
+def _by_region(rows: Sequence[Measured]) -> dict[str, dict]:
     found: dict[str, Acceptance] = {}
     for m in rows:
         for region, rounds in by_region(m.drafted.rounds, m.regions).items():
             found.setdefault(region, Acceptance()).add(rounds)
-    return dict(sorted(found.items()))
+    return {region: counted.as_json() for region, counted in sorted(found.items())}
 
 
-def _by_region(rows: Sequence[Measured]) -> dict[str, dict]:
-    return {region: counted.as_json() for region, counted in _region_counts(rows).items()}
-
-
-def acceptance_csv(rows: Sequence[Measured], draft_tokens: int) -> str:
+def acceptance_csv(report: dict) -> str:
     """The same figures as a table: a line for each drafter, dataset and region."""
-    lines = []
-    for dataset, group in _by_dataset(rows).items():
-        trained = {(dataset, "all"): Acceptance()}
-        for m in group:
-            trained[dataset, "all"].add(m.drafted.rounds)
-        trained |= {(dataset, region): counted for region, counted in _region_counts(group).items()}
-        lines += csv_rows("trained", trained, draft_tokens)
-        for name in group[0].baselines:
-            counted = Acceptance()
-            for m in group:
-                counted.add(m.baselines[name])
-            lines += csv_rows(name, {(dataset, "all"): counted}, draft_tokens)
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    shares = [f"share_{i + 1}" for i in range(report["draft_tokens"])]
+    columns = ["drafter", "dataset", "region", "acceptance_length", "verifications", "tokens", *shares]
+    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
-    writer.writerows(lines)
+    for dataset, figures in report["datasets"].items():
+        parts = [("trained", "all", figures)]
+        parts += [("trained", region, part) for region, part in figures["regions"].items()]
+        parts += [(name, "all", part) for name, part in figures["baselines"].items()]
+        for drafter, region, part in parts:
+            named = dict(zip(shares, part["accepted_share"], strict=False))
+            writer.writerow({"drafter": drafter, "dataset": dataset, "region": region, **part, **named})
     return text.getvalue()
 
 
-def speed_report(rows: Sequence[Measured], device: dict) -> dict:
+def speed_report(rows: Sequence[Measured], machine: dict) -> dict:
     """speed.json: tokens per second with and without the drafter, on the rows that were decoded both ways."""
 
     def pace(decoded: Sequence[Decoded]) -> dict:
@@ -332,7 +335,7 @@ def speed_report(rows: Sequence[Measured], device: dict) -> dict:
     both = [m for m in rows if m.plain is not None and len(m.plain.output_ids) > 1]
     groups = _by_dataset(both)
     return {
-        **device,
+        **machine,
         "batch_size": 1,
         **compare(both),
         "datasets": {name: compare(group) for name, group in groups.items()},
@@ -354,16 +357,15 @@ def tell(report: dict, speed: dict) -> None:
     print(f"all: acceptance length {report['acceptance_length']} ({others})")
     if sampled := report["sampled"]:
         print(f"sampling at temperature {sampled['temperature']}: acceptance length {sampled['acceptance_length']}")
-    with_drafter, without = speed["with_drafter"], speed["without_drafter"]
-    print(
-        f"{with_drafter['tokens_per_second']} tokens/s with the drafter, {without['tokens_per_second']} without "
-        f"({speed['speedup']}×), on {speed['device']} with {speed['threads']} threads"
-    )
+    for name, figures in {"one at once": speed, **speed.get("batches", {})}.items():
+        rates = [figures[way]["tokens_per_second"] for way in ("with_drafter", "without_drafter")]
+        print(
+            f"{name}: {rates[0]} tokens/s with the drafter, {rates[1]} without ({figures['speedup']}×; {speed['where']})"
+        )
 
 
-def refuse_changed_output(rows: Sequence[Measured]) -> None:
+def refuse_changed_output(failures: Sequence[dict]) -> None:
     """Raise EvaluationFailed where the drafter changed a token by more than rounding."""
-    failures = [d for m in rows for d in m.differences if d["kind"] == "failure"]
     if failures:
         first = failures[0]
         detail = (

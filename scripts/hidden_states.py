@@ -202,7 +202,8 @@ def capture_with_sglang(
     options, turn_format: TurnFormat, store: HiddenStore, missing: Sequence[Row], described: dict
 ) -> dict[str, str]:
     """Capture the rows with two servers, one after the other; returns key -> SHA-256."""
-    from eaglet.sglang_states import LAST, Staging, aux_arguments, in_flight, served, states
+    from eaglet.sglang_server import in_flight, served
+    from eaglet.sglang_states import LAST, Staging, aux_arguments, states
     from eaglet.target_weights import embedding_and_head
 
     if options.server is None:
@@ -213,14 +214,15 @@ def capture_with_sglang(
     log, at_once = Path(options.store) / "logs" / "hidden_states.sglang.log", options.server.get("max_in_flight", 32)
     log.parent.mkdir(parents=True, exist_ok=True)
     rows, staging = sorted(missing, key=lambda row: -len(row.token_ids)), Staging(store)
+    longest = len(rows[0].token_ids)
     if unstaged := [row for row in rows if not staging.has(row.key)]:
-        with served(options.turn_format, options.server, arguments, log) as client:
+        with served(options.turn_format, options.server, arguments, log, longest=longest) as client:
             found = in_flight(lambda row: states(client, row.token_ids, 3 * hidden_size), unstaged, at_once)
             for row, aux in progress(found, total=len(unstaged), what="auxiliary layers from SGLang"):
                 staging.write(row.key, aux.to(dtype))
     matrix = embedding_and_head(turn_format.target)[1].float()
     digests = {}
-    with served(options.turn_format, options.server, LAST, log) as client:
+    with served(options.turn_format, options.server, LAST, log, longest=longest) as client:
         found = in_flight(lambda row: states(client, row.token_ids, hidden_size), rows, at_once)
         for row, last in progress(found, total=len(rows), what="last states from SGLang"):
             agreement = argmax_agreement(lambda x: torch.nn.functional.linear(x, matrix), row, last)

@@ -18,7 +18,7 @@ from eaglet.turn_format import Marker, ToolMarkers, TurnFormat
 from tiny_shard import build_tiny_shard, tiny_turn_format
 
 PARAMS = {"draft_tokens": 3, "max_new_tokens": 20, "min_acceptance": None, "speed_rows": 1, "seed": 0}
-DETERMINISTIC = ("acceptance.json", "acceptance.csv", "acceptance.png", "positions.png", "training.png")
+DETERMINISTIC = ("acceptance.json", "acceptance.csv", "serve.sh", "acceptance.png", "positions.png", "training.png")
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import hidden_states
-from eaglet import sglang_states
+from eaglet import sglang_server
 from eaglet.client import RowRefused
 from eaglet.errors import CaptureError, ConfigError
 from eaglet.forward import HiddenForward
 from eaglet.hidden_store import HiddenStore
 from eaglet.records import iter_rows
-from eaglet.sglang_states import aux_arguments, in_flight, states
+from eaglet.sglang_server import in_flight
+from eaglet.sglang_states import aux_arguments, states
 from tiny_shard import build_tiny_shard, tiny_turn_format
 
 LOCK = threading.Lock()  # one forward pass at a time: the layer tap holds the last one's states
@@ -48,11 +49,11 @@ def run(tmp_path, tiny_target, monkeypatch):
 
     def capture(answers=None):
         @contextmanager
-        def served(turn_format, server, arguments, log):
+        def served(turn_format, server, arguments, log, *, longest):
             servers.append(Scripted(forward, "speculative-algorithm" in arguments, answers))
             yield servers[-1]
 
-        monkeypatch.setattr(sglang_states, "served", served)
+        monkeypatch.setattr(sglang_server, "served", served)
         index = tmp_path / "index.parquet"
         hidden_states.main(
             [

@@ -5,7 +5,7 @@ drafter, draft_tokens + 1 at most.  The accepted share of position i is over all
 with i.  A round belongs to the region (reasoning, answer, tool call) of the first token that it emits.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from eaglet.speculative import Round
@@ -93,15 +93,3 @@ def _find(ids: Sequence[int], marker: Marker, start: int) -> int:
     """Index of the marker at or after `start`; −1 where there is none."""
     size = len(marker.ids)
     return next((i for i in range(start, len(ids) - size + 1) if tuple(ids[i : i + size]) == tuple(marker.ids)), -1)
-
-
-def csv_rows(drafter: str, groups: Mapping[tuple[str, str], Acceptance], positions: int) -> list[dict]:
-    """One line for each (dataset, region), for people's spreadsheets; empty cells where a position was never drafted."""
-    lines = []
-    for (dataset, region), counted in groups.items():
-        shares = {f"share_{i + 1}": "" for i in range(positions)}
-        shares |= {f"share_{i + 1}": f"{share:.4f}" for i, share in enumerate(counted.shares)}
-        length = "" if counted.length is None else f"{counted.length:.4f}"
-        line = {"drafter": drafter, "dataset": dataset, "region": region, "acceptance_length": length}
-        lines.append({**line, "verifications": counted.rounds, "tokens": counted.tokens, **shares})
-    return lines

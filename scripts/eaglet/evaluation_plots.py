@@ -66,16 +66,15 @@ def _positions(report: Mapping) -> Figure:
 
 
 def _speed(speed: Mapping) -> Figure:
-    where = f"{speed['device']}, {speed['threads']} threads, batch size {speed['batch_size']}"
-    figure, axes = _axes(
-        f"Speed with and without the drafter: {speed['speedup']:.2f}× ({where})", "", "tokens per second"
-    )
-    groups = [*speed["datasets"].values(), speed]
+    title = f"Speed with and without the drafter: {speed['speedup']}× ({speed['where']})"
+    figure, axes = _axes(title, "", "tokens per second")
+    axes.title.set_fontsize(10)
+    groups = speed.get("batches") or {**speed["datasets"], "all": speed}
     series = {
-        label: [g[key]["tokens_per_second"] for g in groups]
+        label: [group[key]["tokens_per_second"] for group in groups.values()]
         for label, key in (("with drafter", "with_drafter"), ("without", "without_drafter"))
     }
-    _bars(axes, [*speed["datasets"], "all"], series, "{:.1f}")
+    _bars(axes, list(groups), series, "{:.1f}")
     return figure
 
 
