@@ -1,5 +1,8 @@
 """evaluate: real speculative decoding of held-out prompts: acceptance, speed, and proof that the output is unchanged."""
 
+# SGLang has no speculative decoding on a CPU; there the same drafter is evaluated with transformers.
+EVALUATED_BY_SGLANG = cfg["server"]["engine"] == "sglang" and GPUS > 0
+
 
 rule evaluate:
     """The figures that decide whether a drafter is worth serving, on prompts that it was not trained on."""
@@ -15,6 +18,7 @@ rule evaluate:
         acceptance=results("evaluation/acceptance.json"),
         table=results("evaluation/acceptance.csv"),
         speed=results("evaluation/speed.json"),
+        serve=results("evaluation/serve.sh"),
         plots=report(
             expand(results("evaluation/{plot}.png"), plot=PLOTS),
             caption="../docs/captions/evaluation.rst",
@@ -30,9 +34,10 @@ rule evaluate:
     threads: cfg["resources"]["threads"]
     resources:
         gpu=GPUS,
-        launcher=launcher("evaluate"),
+        launcher="python scripts/evaluate.py" if EVALUATED_BY_SGLANG else launcher("evaluate"),
     params:
         evaluation=fixed({**cfg["evaluation"], "seed": cfg["drafter"]["seed"]}),
+        server=fixed(cfg["server"] if EVALUATED_BY_SGLANG else {}),
         drafter=subpath(input.weights, parent=True),
         folder=subpath(output.acceptance, parent=True),
     shell:
@@ -43,6 +48,7 @@ rule evaluate:
             --shards {input.shards:q} \
             --turn-format {input.turn_format:q} \
             --params {params.evaluation:q} \
+            --server {params.server:q} \
             --output {params.folder:q} \
             --provenance {output.provenance:q} \
             2>&1 | tee {log:q}

@@ -1,5 +1,7 @@
 """hidden_states: what the drafter reads, the target's three auxiliary layers and its last, for every token."""
 
+SGLANG_STATES = cfg["hidden_states"]["backend"] == "sglang"
+
 
 rule hidden_states:
     """Rows are stored under their content in results/store/hidden/; a shard whose rows are all there loads no model."""
@@ -21,9 +23,11 @@ rule hidden_states:
     resources:
         hidden_tuning=as_json(only("hidden_states", "batch_tokens")),
         gpu=GPUS,
-        launcher=launcher("hidden_states"),
+        # SGLang takes the GPUs itself, so its job must not hold them.
+        launcher="python scripts/hidden_states.py" if SGLANG_STATES else launcher("hidden_states"),
     params:
         hidden_states=fixed(without("hidden_states", "batch_tokens")),
+        server=fixed(cfg["server"] if SGLANG_STATES else {}),
         store=STORE,
     shell:
         """
@@ -32,6 +36,7 @@ rule hidden_states:
             --turn-format {input.turn_format:q} \
             --params {params.hidden_states:q} \
             --tuning {resources.hidden_tuning:q} \
+            --server {params.server:q} \
             --store {params.store:q} \
             --index {output.index:q} \
             --report {output.report:q} \
