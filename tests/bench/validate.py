@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 import validate  # noqa: E402
 from eaglet.digests import sample_id  # noqa: E402
 from eaglet.inference import infer  # noqa: E402
-from eaglet.records import RecordWriter  # noqa: E402
+from eaglet.records import ROW_GROUP, RecordWriter  # noqa: E402
 from eaglet.rendering import Renderer  # noqa: E402
 from families import family, saved_target  # noqa: E402
 from turns import tool  # noqa: E402
@@ -72,7 +72,7 @@ def build(folder: Path, rows: int) -> float:
     call, close, end = (
         renderer.tokenizer.encode(t, add_special_tokens=False) for t in (CALL, "</think>", "<｜end▁of▁sentence｜>")
     )
-    chance = random.Random(0)
+    chance, captured = random.Random(0), []
 
     def cut(length: int) -> list[int]:
         start = chance.randrange(len(stream) - length)
@@ -94,7 +94,10 @@ def build(folder: Path, rows: int) -> float:
             output += (call if tools else []) + (end if finished else [])
             ended = {"finish_reason": "stop" if finished else "length", "matched_stop": end[0] if finished else None}
             ids = {"prompt_ids": renderer.prompt_ids(messages, tools), "output_ids": output}
-            raw.write_rows([{"sample_id": name, **ids, **ended, "request_key": f"{number:064x}", "server": 0}])
+            captured.append({"sample_id": name, **ids, **ended, "request_key": f"{number:064x}", "server": 0})
+            if len(captured) == ROW_GROUP or number == rows - 1:
+                raw.write_rows(captured)
+                captured.clear()
     return 0.0
 
 
