@@ -24,6 +24,7 @@ from eaglet.row_checks import check_rows
 from eaglet.trail import Reader, code_name, shard_summary
 
 OUTPUTS = {"lineage": "lineage.json", "report": "report.html", "crate": "ro-crate-metadata.json"}
+BUILD_SAMPLE = 1000  # files of hidden states that `build` reads: a large run has terabytes, and has just written them
 SHOWN = 20  # breaks that a message lists; --json has all
 
 
@@ -42,14 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         "--store", type=Path, metavar="FOLDER", help="what all runs share; default: store beside the run"
     )
     common.add_argument("--json", action="store_true", help="print JSON instead of text")
-    sample = argparse.ArgumentParser(add_help=False)
-    sample.add_argument(
-        "--sample", type=_count, metavar="N", help="read only N files of hidden states, drawn anew each time"
-    )
-
-    build = _command(
-        commands, "build", build_audit, [common, sample], "check the whole run, then write what --output is for"
-    )
+    build = _command(commands, "build", build_audit, [common], "check the whole run, then write what --output is for")
     build.add_argument(
         "--config-json", type=program.json_object, required=True, metavar="JSON", help="the run's config"
     )
@@ -57,7 +51,10 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, required=True, metavar="FOLDER", help=f"for {', '.join(OUTPUTS.values())}"
     )
     build.add_argument("--provenance", type=Path, metavar="FILE", help="where to say what was done, from what")
-    _command(commands, "verify", verify, [common, sample], "check the whole run against what the audit wrote")
+    again = _command(commands, "verify", verify, [common], "check the whole run against what the audit wrote")
+    for command, most, default in ((build, BUILD_SAMPLE, f"{BUILD_SAMPLE:,}"), (again, None, "all")):
+        what = f"read only N files of hidden states, drawn anew each time (default: {default})"
+        command.add_argument("--sample", type=_count, metavar="N", default=most, help=what)
     shard = _command(commands, "shard", show_shard, [common], "say where the rows of a shard came from")
     shard.add_argument("number", type=_count, metavar="K")
     row = _command(commands, "row", show_row, [common], "follow one row from its source to its hidden states")

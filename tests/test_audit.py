@@ -62,7 +62,7 @@ KINDS = {
 def test_one_flipped_byte_is_found_and_named(pattern, demo_run, capsys):
     path = sorted(Path().glob(pattern))[0]
     data = path.read_bytes()
-    for place in [0, len(data) - 1, *random.sample(range(len(data)), 6)]:
+    for place in [0, len(data) - 1, *random.sample(range(len(data)), 3)]:
         path.write_bytes(data[:place] + bytes([data[place] ^ 1 << random.randrange(8)]) + data[place + 1 :])
         said = verify(capsys)
         assert str(path) in {found["file"] for found in said["breaks"]}, f"byte {place} of {path}: {said['breaks']}"

@@ -45,11 +45,6 @@ def tree_sha256(folder: str | Path) -> str:
     return content_key([[p.relative_to(folder).as_posix(), file_sha256(p)] for p in files])
 
 
-def path_sha256(path: str | Path) -> str:
-    """`file_sha256` of a file, `tree_sha256` of a folder."""
-    return tree_sha256(path) if Path(path).is_dir() else file_sha256(path)
-
-
 def merkle_root(leaves: Iterable[str]) -> str:
     """Root of a binary Merkle tree over hex digests, in the given order, by the hashing rule of RFC 6962.
 
