@@ -298,10 +298,11 @@ class Validator:
 
 
 PARSER = (
-    "Their reasoning is not where the turn format has it: separated, stripped, emptied or moved. A reasoning parser between "
+    "In most of them the reasoning is not where the turn format has it: separated, stripped, emptied or moved. A reasoning parser between "
     "the model and the capture does that. Run the server without --reasoning-parser (and without a proxy that rewrites "
     "answers), remove what was captured through it (the dataset's journal below results/store/generations/), and run again. "
-    "If `snakemake check` shows a turn format that is not the model's, set target.turn_format instead"
+    "If `snakemake check` shows a turn format that is not the model's, set target.turn_format instead; if the excerpts are what a "
+    "weak model writes of itself, raise validation.max_bad_fraction"
 )
 REMEDIES = {
     "id_out_of_range": "the server runs another model or tokenizer than target.model names, or the file is damaged; check the server",
