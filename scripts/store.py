@@ -122,6 +122,8 @@ def unused(results: Path) -> Iterator[Item]:
     for key in store.keys():  # noqa: SIM118 (no mapping)
         if key not in listed:
             yield Item.of("hidden", store.path(key))
+    for path in sorted((store.root / "staging").glob("*.safetensors")):  # what a stopped capture has left
+        yield Item.of("hidden", path)
     journals = set(used_journals(results))
     for path in sorted((results / "store" / "generations").glob("*/*.jsonl")):
         if (path.parent.name, path.stem) not in journals:

@@ -28,6 +28,8 @@ def results(tmp_path, tiny_target):
         entries.append({"sample_id": f"{number:016x}", "key": key, "tokens": 2, "sha256": sha256})
     with RecordWriter(tmp_path / "demo/hidden/shard-0.index.parquet", "hidden_index", {}) as index:
         index.write_rows(entries[:2])
+    (tmp_path / "store/hidden/staging").mkdir()
+    (tmp_path / "store/hidden/staging" / f"{entries[0]['key']}.safetensors").write_bytes(b"")
     (tmp_path / "demo/target").mkdir(parents=True)
     turn_format.save(tmp_path / "demo/target/turn_format.json")
     (tmp_path / "demo/prompts").mkdir()
@@ -52,6 +54,7 @@ def test_only_unreferenced_files_are_removed_and_only_when_told(results):
     assert [hidden.has(key) for key in keys] == [True, True, True]
     run(folder, "unused", "--remove")
     assert [hidden.has(key) for key in keys] == [True, True, False]
+    assert not list((folder / "store/hidden/staging").iterdir())  # older than a day: its capture will not go on
     assert len(list((folder / "store/generations").glob("*/*.jsonl"))) == 2  # journals only on request
     run(folder, "unused", "--kind", "generations", "--remove")
     assert [p.name for p in (folder / "store/generations").glob("*/*.jsonl")] == ["notes.jsonl"]
@@ -96,7 +99,7 @@ def test_a_sound_file_that_is_not_the_indexs_is_found(results, capsys):
 def test_sizes_are_told_for_each_part(results, capsys):
     assert run(results[0], "sizes", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["hidden"]["files"] == 3 and told["generations"] == {"files": 2, "bytes": 6}
+    assert told["hidden"]["files"] == 4 and told["generations"] == {"files": 2, "bytes": 6}
 
 
 def test_a_folder_without_a_store_is_refused(tmp_path):
