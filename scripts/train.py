@@ -19,13 +19,13 @@ from eaglet import draft_vocab, program
 from eaglet.digests import content_key, file_sha256
 from eaglet.draft_vocab import DraftVocab
 from eaglet.drafter_files import CONFIG, WEIGHTS, drafter_config, save_drafter
-from eaglet.eagle3 import Eagle3Config, Eagle3Drafter, initial_drafter
+from eaglet.eagle3 import Eagle3Config, Eagle3Drafter, initial_drafter, layer_fits
 from eaglet.errors import RecordError
 from eaglet.files import write_bytes, write_json
 from eaglet.hidden_store import HiddenStore
 from eaglet.provenance import recorded
 from eaglet.records import iter_tables, read_metadata, read_table
-from eaglet.target_weights import embedding_and_head
+from eaglet.target_weights import embedding_and_head, last_layer
 from eaglet.training import Checkpoints, Reader, Sample, Settings, Trainer, compute_dtype, fit, windows
 from eaglet.turn_format import TurnFormat
 
@@ -111,7 +111,9 @@ def train(options, accelerator: Accelerator) -> tuple[dict, tuple]:
         raise RecordError(f"{options.manifest}: no training row has a target; there is nothing to train on")
 
     dtype = compute_dtype(settings.dtype, accelerator.device)
-    drafter = initial_drafter(config, embedding, head, torch.from_numpy(vocab.ids), settings.seed)
+    layer = last_layer(turn_format.target) if settings.start == "target" else {}
+    layer = layer if layer_fits(config, layer) else None
+    drafter = initial_drafter(config, embedding, head, torch.from_numpy(vocab.ids), settings.seed, layer)
     reader = Reader(HiddenStore(Path(options.store) / "hidden"), config.hidden_size, settings.ttt_steps, dtype)
     trainer = Trainer(drafter, head[vocab.ids], reader, settings, accelerator, full_head=head)
     checkpoints = Checkpoints(
@@ -131,6 +133,7 @@ def train(options, accelerator: Accelerator) -> tuple[dict, tuple]:
         "rows_cut_into_windows": {split: sum(len(row) > 1 for row in found) for split, found in cut.items()},
         "optimizer_steps": run["steps"],
         "dtype": str(dtype).removeprefix("torch."),
+        "began_with": "the target's last layer" if layer else "random weights",
         "parameters": sum(p.numel() for p in drafter.parameters()),
         "drafter": asdict(config),
         "settings": asdict(settings),

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hidden_states
 import train as stage
@@ -215,6 +216,23 @@ def test_long_rows_are_cut_into_windows_and_counted(inputs, tmp_path):
 def test_the_peers_conventions_leave_targets_out(inputs, trained, tmp_path, convention):
     lines = log_of(run(inputs, tmp_path, **{"draft_vocab_size": 8, **convention}))
     assert lines[0]["loss"] != log_of(trained)[0]["loss"]
+
+
+def test_a_drafter_begins_as_the_targets_last_layer_where_it_has_its_sizes(inputs, tmp_path, tiny_target):
+    target = load_file(tiny_target / "model.safetensors")
+    one_step = {"epochs": 1, "batch_tokens": 10**6, "learning_rate": 1e-9}
+    for start, sizes, expected in [
+        ("target", {}, True),
+        ("random", {}, False),
+        ("target", {"intermediate_size": 96}, False),
+    ]:
+        out = run(inputs, tmp_path / f"{start}{len(sizes)}", start=start, **sizes, **one_step)
+        made = load_file(out / "model.safetensors")
+        q = made["midlayer.self_attn.q_proj.weight"][:, 64:]
+        assert torch.allclose(q, target["model.layers.7.self_attn.q_proj.weight"], atol=1e-6) == expected
+        assert read_json(out / "report.json")["began_with"] == (
+            "the target's last layer" if expected else "random weights"
+        )
 
 
 def test_an_index_of_another_shard_is_refused(inputs, tmp_path):

@@ -20,7 +20,7 @@ tokenizer.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -208,11 +208,17 @@ class Eagle3Drafter(nn.Module):
 
 
 def initial_drafter(
-    config: Eagle3Config, embed_tokens: Tensor, head: Tensor, target_ids: Tensor, seed: int
+    config: Eagle3Config,
+    embed_tokens: Tensor,
+    head: Tensor,
+    target_ids: Tensor,
+    seed: int,
+    layer: Mapping[str, Tensor] | None = None,
 ) -> Eagle3Drafter:
     """Untrained, seeded weights: matrices normal with deviation 0.02 (Llama's), norms 1, the head the target's rows.
 
-    embed_tokens, head [V, H]: the target's; target_ids int64 [Vd]: the draft vocabulary, ascending.
+    embed_tokens, head [V, H]: the target's; target_ids int64 [Vd]: the draft vocabulary, ascending.  layer: see
+    `begin_with`.
     """
     random = torch.Generator().manual_seed(seed)
     drafter = Eagle3Drafter(config, embed_tokens)
@@ -221,8 +227,44 @@ def initial_drafter(
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.02, generator=random)
         drafter.lm_head.weight.copy_(head[target_ids])
+        if layer:
+            begin_with(drafter, layer)
     drafter.set_draft_vocab(target_ids)
     return drafter
+
+
+def begin_with(drafter: Eagle3Drafter, layer: Mapping[str, Tensor]) -> None:
+    """Make an untrained drafter the target's last layer on its highest auxiliary state; what that layer lacks stays random.
+
+    layer: the target's last decoder layer and final norm in Llama's names (target_weights.last_layer), of the drafter's
+    sizes.  The halves of q, k and v that read the embedding are new, and so is most of `fc`.
+    """
+    h, mid = drafter.config.hidden_size, drafter.midlayer
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(mid.self_attn, name).weight[:, h:] = layer[f"self_attn.{name}.weight"]
+    mid.self_attn.o_proj.weight.copy_(layer["self_attn.o_proj.weight"])
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(mid.mlp, name).weight.copy_(layer[f"mlp.{name}.weight"])
+    mid.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
+    mid.post_attention_layernorm.weight.copy_(layer["post_attention_layernorm.weight"])
+    drafter.norm.weight.copy_(layer["norm.weight"])
+    drafter.fc.weight.mul_(0.1)
+    drafter.fc.weight[:, 2 * h :] += torch.eye(h)
+
+
+def layer_fits(config: Eagle3Config, layer: Mapping[str, Tensor]) -> bool:
+    """Whether a target's last layer has the drafter's sizes, so that the drafter can begin with it."""
+    c, h = config, config.hidden_size
+    expected = {
+        "self_attn.q_proj.weight": (c.num_attention_heads * c.head_dim, h),
+        "self_attn.k_proj.weight": (c.num_key_value_heads * c.head_dim, h),
+        "self_attn.v_proj.weight": (c.num_key_value_heads * c.head_dim, h),
+        "self_attn.o_proj.weight": (h, c.num_attention_heads * c.head_dim),
+        "mlp.gate_proj.weight": (c.intermediate_size, h),
+        "mlp.up_proj.weight": (c.intermediate_size, h),
+        "mlp.down_proj.weight": (h, c.intermediate_size),
+    }
+    return all(name in layer and tuple(layer[name].shape) == shape for name, shape in expected.items())
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

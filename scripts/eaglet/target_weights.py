@@ -1,6 +1,6 @@
-"""The target's embedding and head, and nothing else of it: read from its safetensors files without loading the model.
+"""The target's embedding, head and last layer: read from its safetensors files without loading the model.
 
-Training needs these two matrices of a model that may be a terabyte.  Names differ between families only in front
+Training needs these few matrices of a model that may be a terabyte.  Names differ between families only in front
 (`model.embed_tokens.weight`, `language_model.model.embed_tokens.weight`), so they are found by their ends.
 """
 
@@ -15,6 +15,12 @@ from eaglet.targets import Target
 
 EMBEDDING = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight")
 HEAD = ("lm_head.weight", "embed_out.weight")
+LAST_LAYER = (
+    *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+    *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)
 CHANGES_LOGITS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}  # name -> harmless value
 
 
@@ -42,6 +48,28 @@ def embedding_and_head(target: Target) -> tuple[Tensor, Tensor]:
                 f"[vocabulary, {config.hidden_size}]; a target whose head is quantized cannot be used"
             )
     return embedding, head
+
+
+def last_layer(target: Target) -> dict[str, Tensor]:
+    """The target's last decoder layer and its final norm: the names of `LAST_LAYER` and norm.weight -> tensor.
+
+    Empty where the layer is not of Llama's kind (latent attention, experts): then there is nothing to begin with.
+    """
+    files = tensor_files(target.weights_folder)
+    number = target.text_config().num_hidden_layers - 1
+    found = {name: _find(files, (f".layers.{number}.{name}",)) for name in LAST_LAYER}
+    if any(len(names) != 1 for names in found.values()):
+        return {}
+    first = found["input_layernorm.weight"][0]
+    places = {name: names[0] for name, names in found.items()}
+    places["norm.weight"] = first.split(".layers.")[0] + ".norm.weight"
+    tensors = {}
+    for name, place in places.items():
+        if place not in files:
+            return {}
+        with safe_open(files[place], framework="pt") as file:
+            tensors[name] = file.get_tensor(place)
+    return tensors if all(x.is_floating_point() for x in tensors.values()) else {}
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -47,6 +47,7 @@ class Settings:
     dtype: str = "auto"
     outside_vocabulary: str = "keep"
     skip_first_target: bool = False
+    start: str = "target"
     seed: int = 0
 
     @classmethod
