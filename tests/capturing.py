@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import generate
+from eaglet import program
 from eaglet.capture import Capture, Captured, Tuning
 from eaglet.client import Client, Expected
 from eaglet.digests import sample_id
@@ -89,3 +91,8 @@ def capture(
             **more,
         ).run(output, dataset, {"dataset": dataset})
     return output, made
+
+
+def run_generate(arguments: list[str]) -> None:
+    """scripts/generate.py in this process, to its end."""
+    program.run(lambda _: generate.main(arguments))

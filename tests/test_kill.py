@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import generate
-from capturing import SETTINGS, write_prompts
+from capturing import SETTINGS, run_generate, write_prompts
 from eaglet.journal import verify
+from scripted_server import ScriptedServer
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, KILLS, IN_FLIGHT = 240, 10, 4
@@ -53,7 +54,7 @@ def start(processes, folder: Path, url: str, name: str) -> multiprocessing.Proce
         *("--url", url, "--params", json.dumps(params), "--tuning", json.dumps(tuning), "--store", folder / name),
         *("--output", folder / name / "d.parquet", "--report", folder / name / "d.report.json"),
     ]
-    made = processes.Process(target=generate.main, args=([str(argument) for argument in arguments],))
+    made = processes.Process(target=run_generate, args=([str(argument) for argument in arguments],))
     made.start()
     return made
 
@@ -97,3 +98,22 @@ def test_ten_kills_lose_nothing_and_repeat_only_what_was_in_flight(tmp_path, ser
     assert set(again) == set(once) and again[probe] == KILLS + 1
     repeated = sum(times - 1 for prompt, times in again.items() if prompt != probe)
     assert repeated <= KILLS * IN_FLIGHT
+
+
+def test_sigterm_ends_a_capture_at_once_though_a_server_never_answers(tmp_path, tiny_format, tiny_renderer, processes):
+    tiny_format.save(tmp_path / "turn_format.json")
+    write_prompts(tmp_path / "prompts.jsonl", 30)
+    with ScriptedServer(tiny_format, tiny_renderer) as server:
+        server.faults = lambda number, body: "hang" if number > 10 else None
+        running = start(processes, tmp_path, server.url, "ended")
+        while server.requests < 10 + IN_FLIGHT:
+            assert running.is_alive()
+            time.sleep(0.02)
+        began = time.monotonic()
+        running.terminate()
+        running.join()
+    assert running.exitcode == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 10
+    (journal,) = (tmp_path / "ended").rglob("d.jsonl")
+    assert verify(journal) == [] and lines_of_journal(tmp_path) == 10  # a server and nine rows; the probe is none
+    assert not list(tmp_path.rglob("*.parquet*"))
