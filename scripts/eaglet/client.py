@@ -152,6 +152,7 @@ class Client:
         self._lock = threading.Lock()
         self._confirmed = 0  # TCP connections made when the server was last confirmed
         self._url = connection.url.rstrip("/")
+        self._prepared: dict[tuple[str, str], requests.PreparedRequest] = {}
         self._generate, self._control = _session(connection, max_in_flight), _session(connection, 4)
 
     def get(self, path: str, timeout: float = CONTROL_SECONDS) -> Any:
@@ -255,9 +256,11 @@ class Client:
             raise Stopped
 
     def _json(self, session: requests.Session, method: str, path: str, body: Mapping | None, timeout: float) -> Any:
-        data = None if body is None else json.dumps(body, separators=(",", ":")).encode("ascii")
+        request = self._request(session, method, path)
+        if body is not None:
+            request.prepare_body(json.dumps(body, separators=(",", ":")).encode("ascii"), None)
         try:
-            reply = session.request(method, self._url + path, data=data, timeout=(CONNECT_SECONDS, timeout))
+            reply = session.send(request, timeout=(CONNECT_SECONDS, timeout), allow_redirects=False)
         except requests.RequestException as error:
             raise _failure(error) from error
         if reply.status_code == 200:
@@ -272,6 +275,12 @@ class Client:
         if reply.status_code in BUSY:
             raise Failure("busy", message)
         raise Failure("server_error", message, of_row=reply.status_code == 500)
+
+    def _request(self, session: requests.Session, method: str, path: str) -> requests.PreparedRequest:
+        """A request without a body, copied from one that is prepared once: preparing takes a third of a request's CPU."""
+        if (method, path) not in self._prepared:
+            self._prepared[method, path] = session.prepare_request(requests.Request(method, self._url + path))
+        return self._prepared[method, path].copy()
 
     def _confirm_connections(self) -> None:
         made = self._connections_made()
