@@ -7,7 +7,7 @@ has the same bytes then.  On several GPUs start it with `accelerate launch`.
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from eaglet.hidden_store import HiddenStore
 from eaglet.provenance import recorded
 from eaglet.records import iter_tables, read_metadata, read_table
 from eaglet.target_weights import embedding_and_head, last_layer
-from eaglet.training import Checkpoints, Reader, Sample, Settings, Trainer, compute_dtype, fit, windows
+from eaglet.training import Checkpoints, Reader, Sample, Settings, Trainer, Window, compute_dtype, fit, windows
 from eaglet.turn_format import TurnFormat
 
 LOG, REPORT = "log.jsonl", "report.json"
@@ -110,27 +110,20 @@ def train(options, accelerator: Accelerator) -> tuple[dict, tuple]:
     if not items["train"]:
         raise RecordError(f"{options.manifest}: no training row has a target; there is nothing to train on")
 
-    dtype = compute_dtype(settings.dtype, accelerator.device)
     layer = last_layer(turn_format.target) if settings.start == "target" else {}
     layer = layer if layer_fits(config, layer) else None
     drafter = initial_drafter(config, embedding, head, torch.from_numpy(vocab.ids), settings.seed, layer)
+    dtype = compute_dtype(settings.dtype, accelerator.device)
     reader = Reader(HiddenStore(Path(options.store) / "hidden"), config.hidden_size, settings.ttt_steps, dtype)
     trainer = Trainer(drafter, head[vocab.ids], reader, settings, accelerator, full_head=head)
-    checkpoints = Checkpoints(
-        Path(options.store) / "checkpoints" / checkpoint_key(options, settings, config, data, dtype)
-    )
+    key = checkpoint_key(options, settings, config, data, dtype)
+    checkpoints = Checkpoints(Path(options.store) / "checkpoints" / key)
     ready = time.monotonic()
     run = fit(trainer, items["train"], items["heldout"], checkpoints, options.tuning.get("checkpoint_every", 200))
     seconds = time.monotonic() - ready
 
-    rows = {split: len(samples) for split, samples in data.samples.items()}
-    dropped = {"no_target": sum(not row for split in cut.values() for row in split)}
     report = {
-        "rows": rows,
-        "dropped": dropped,
-        "tokens": {split: sum(s.tokens for s in samples) for split, samples in data.samples.items()},
-        "windows": {split: len(found) for split, found in items.items()},
-        "rows_cut_into_windows": {split: sum(len(row) > 1 for row in found) for split, found in cut.items()},
+        **rows_report(data, cut),
         "optimizer_steps": run["steps"],
         "dtype": str(dtype).removeprefix("torch."),
         "began_with": "the target's last layer" if layer else "random weights",
@@ -141,21 +134,31 @@ def train(options, accelerator: Accelerator) -> tuple[dict, tuple]:
         "heldout": trainer.measure(items["heldout"]) if items["heldout"] else None,
     }
     if accelerator.is_main_process:
-        write_outputs(Path(options.output), trainer.drafter, embedding.dtype, checkpoints, report)
+        write_outputs(Path(options.output), drafter, embedding.dtype, checkpoints, report)
         tell(report)
-    steps_here = run["steps"] - run["resumed_from"]
-    tokens = report["tokens"]["train"] * settings.epochs * steps_here / run["steps"]
+    trained_here = settings.epochs * (1 - run["resumed_from"] / run["steps"]) * report["tokens"]["train"]
     facts = {
         "resumed_from_step": run["resumed_from"],
         "preparation_seconds": round(ready - started, 2),
         "training_seconds": round(seconds, 2),
-        "tokens_per_second": round(tokens / seconds, 1),
+        "tokens_per_second": round(trained_here / seconds, 1),
         "device": str(accelerator.device),
         "processes": accelerator.num_processes,
         "threads": torch.get_num_threads(),
     }
-    total = sum(rows.values())
-    return facts, (total, total - dropped["no_target"], dropped)
+    total, dropped = sum(report["rows"].values()), report["dropped"]
+    return facts, (total, total - sum(dropped.values()), dropped)
+
+
+def rows_report(data: Data, cut: Mapping[str, Sequence[Sequence[Window]]]) -> dict:
+    """Rows, tokens and windows by split, and rows that could not be used; cut maps a split to each row's windows."""
+    return {
+        "rows": {split: len(samples) for split, samples in data.samples.items()},
+        "dropped": {"no_target": sum(not row for rows in cut.values() for row in rows)},
+        "tokens": {split: sum(s.tokens for s in samples) for split, samples in data.samples.items()},
+        "windows": {split: sum(len(row) for row in rows) for split, rows in cut.items()},
+        "rows_cut_into_windows": {split: sum(len(row) > 1 for row in rows) for split, rows in cut.items()},
+    }
 
 
 def read_data(shards: Sequence[str], indexes: Sequence[str], turn_format: TurnFormat, vocab_size: int) -> Data:
