@@ -72,6 +72,7 @@ def lines_of_journal(folder: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in folder.rglob("d.jsonl"))
 
 
+@pytest.mark.slow
 def test_ten_kills_lose_nothing_and_repeat_only_what_was_in_flight(tmp_path, server, processes):
     write_prompts(tmp_path / "prompts.jsonl", ROWS)
     finish(start(processes, tmp_path, server, "undisturbed"))
