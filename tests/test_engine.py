@@ -313,6 +313,18 @@ def test_the_models_own_template_renders_the_prompt(serve, folder: Path) -> None
     assert requests.post(f"{url}/v1/tokenize", json={"messages": []}, timeout=10).status_code == 400
 
 
+def test_arguments_of_earlier_calls_come_as_text_and_reach_the_template_as_objects(serve, folder: Path) -> None:
+    _, url = serve()
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+    messages = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages.append({"role": "tool", "content": "5"})
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    call["function"] = {"name": "get_weather", "arguments": '{"city":"Paris"}'}
+    assert requests.post(f"{url}/v1/tokenize", json={"messages": messages}, timeout=10).json()["tokens"] == expected
+
+
 def test_the_server_says_what_it_is(serve) -> None:
     _, url = serve()
     model = requests.get(f"{url}/model_info", timeout=5).json()

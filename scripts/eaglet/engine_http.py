@@ -120,7 +120,7 @@ class EngineServer(ThreadingHTTPServer):
         if "messages" in body:
             try:
                 tokens = self.tokenizer.apply_chat_template(
-                    body["messages"],
+                    [_with_parsed_arguments(message) for message in body["messages"]],
                     tools=body.get("tools"),
                     add_generation_prompt=True,
                     tokenize=True,
@@ -259,6 +259,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with the arguments of its tool calls as objects: chat APIs send text, and SGLang gives templates objects."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"].get("arguments")
+        if isinstance(arguments, str):
+            call = {**call, "function": {**call["function"], "arguments": json.loads(arguments)}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
