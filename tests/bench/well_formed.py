@@ -74,9 +74,7 @@ def answers(model, tokenizer, records, options) -> list[list[int]]:
         cache = DynamicCache()
         for _ in range(options.max_new_tokens):
             positions = (seen.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-            output = model(
-                tokens, attention_mask=seen, position_ids=positions, past_key_values=cache, logits_to_keep=1
-            )
+            output = model(tokens, attention_mask=seen, position_ids=positions, past_key_values=cache, logits_to_keep=1)
             tokens = sampled(output.logits[:, -1].float(), options)
             for i, token in zip(rows, tokens[:, 0].tolist(), strict=True):
                 found[i].append(token)
@@ -99,7 +97,7 @@ def sampled(logits: torch.Tensor, options) -> torch.Tensor:
 
 
 def shape(tokenizer, ids: list[int], tools) -> str:
-    """`well formed` (`call` for a well-formed one that calls an offered tool with JSON arguments), or what is wrong."""
+    """`well formed` (with `call`: it calls an offered tool with arguments of its schema), or what is wrong."""
     text = tokenizer.decode(ids)
     closings = text.count("</think>")
     if not text.endswith(tokenizer.eos_token):
@@ -109,9 +107,9 @@ def shape(tokenizer, ids: list[int], tools) -> str:
         return f"{min(closings, 2)} closing markers"
     if not reasoning.strip() or not answer.strip():
         return "empty part"
-    if tools:
-        return "well formed, call" if is_call(answer, tools) else "well formed, no call"
-    return "well formed"
+    if "tool_call>" in answer:
+        return "well formed, call" if is_call(answer, tools or []) else "broken call"
+    return "well formed, no call" if tools else "well formed"
 
 
 def is_call(answer: str, tools) -> bool:
@@ -121,7 +119,8 @@ def is_call(answer: str, tools) -> bool:
     except ValueError:
         return False
     known = {tool["function"]["name"]: tool["function"]["parameters"].get("properties", {}) for tool in tools}
-    return call.get("name") in known and isinstance(call.get("arguments"), dict)
+    arguments = call.get("arguments")
+    return isinstance(arguments, dict) and arguments.keys() <= known.get(call.get("name"), {}).keys()
 
 
 def told(outcomes: Counter) -> str:
