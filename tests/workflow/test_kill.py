@@ -1,0 +1,69 @@
+"""A workflow that is killed outright, again and again, ends with the bytes of one that was left alone, and leaves no process."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+from eaglet.digests import file_sha256
+
+pytestmark = [pytest.mark.workflow, pytest.mark.slow]
+
+# Left out: what holds times, hosts or paths of the run by design, and what is made from that.
+TIMED = ("provenance", "benchmarks", "logs", "endpoints", "audit")
+TIMED_FILES = ("speed.json", "speed.png")
+
+
+def outputs(workflow) -> dict[str, str]:
+    """Path -> SHA-256 of every output that must not depend on what happened on the way."""
+    root = workflow.results("")
+    files = [p for p in root.rglob("*") if p.is_file() and p.relative_to(root).parts[0] not in TIMED]
+    hidden = (workflow.folder / "results/store/hidden").rglob("*.safetensors")
+    return {str(p.relative_to(workflow.folder)): file_sha256(p) for p in [*files, *hidden] if p.name not in TIMED_FILES}
+
+
+def left_behind(workflow) -> list[str]:
+    """Command lines of processes that work in the workflow's folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.cwd() == str(workflow.folder):
+                found.append(" ".join(process.cmdline()) or process.name())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def kill_after(workflow, seconds: float) -> bool:
+    """Start Snakemake and kill it alone after a while; False if it had ended by then."""
+    (workflow.folder / "trial.yaml").write_text(yaml.safe_dump(workflow.config))
+    command = [sys.executable, "-m", "snakemake", "--cores", "2", "--configfile", "trial.yaml"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=workflow.folder, **quiet)
+    try:
+        process.wait(seconds)
+        return False
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return True
+
+
+def test_kills_at_random_moments_change_no_byte_and_leave_no_process(workflow, finished):
+    draw = random.Random(5)
+    for _ in range(4):
+        killed = kill_after(workflow, draw.uniform(6, 25))
+        deadline = time.monotonic() + 60
+        while (left := left_behind(workflow)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert left == []
+        if not killed:
+            break
+        workflow.run("--unlock")
+    workflow.run()
+    assert outputs(workflow) == outputs(finished)
