@@ -56,6 +56,6 @@ def findings(
     """The checks of rows, by default with a fitting prompt."""
     prompts = prompts or [list(found.generation_prompt.ids)] * len(outputs)
     finish_reasons = np.array([finish] * len(outputs) if isinstance(finish, str) else finish, object)
-    vocabulary = Vocabulary(found.vocab_size, renderer.decode)
+    vocabulary = Vocabulary(found.vocab_size, renderer)
     rows = Ragged.from_lists(prompts), Ragged.from_lists(outputs)
     return check(*rows, finish_reasons, found, vocabulary, lambda row: offered)

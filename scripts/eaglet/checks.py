@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eaglet.ragged import Ragged
+from eaglet.rendering import Renderer
 from eaglet.turn_format import Marker, ToolMarkers, TurnFormat
 
 
@@ -59,18 +60,19 @@ class Vocabulary:
     `blank`: white space only.  `fragment`: part of a character; only rows that have one are decoded.
     """
 
-    def __init__(self, size: int, decode: Callable[[Sequence[int]], str]):
-        self.size, self.decode = size, decode
+    def __init__(self, size: int, renderer: Renderer):
+        self.size, self.renderer, self.decode = size, renderer, renderer.decode
         self.known, self.blank, self.fragment = (np.zeros(size, bool) for _ in range(3))
 
     def learn(self, ids: np.ndarray) -> None:
         """Look at those ids (all within range) that are new."""
         seen = np.zeros(self.size, bool)
         seen[ids] = True
-        for new in np.flatnonzero(seen & ~self.known).tolist():
-            text = self.decode([new])
-            self.blank[new], self.fragment[new] = not text.strip(), "\ufffd" in text
-        self.known |= seen
+        new = np.flatnonzero(seen & ~self.known)
+        texts = self.renderer.decode_each(new.tolist()) if len(new) else []
+        self.blank[new] = [not text.strip() for text in texts]
+        self.fragment[new] = ["\ufffd" in text for text in texts]
+        self.known[new] = True
 
 
 @dataclass

@@ -130,7 +130,7 @@ class Validator:
 
     def __init__(self, turn_format: TurnFormat, renderer: Renderer, rules: Rules):
         self.turn_format, self.renderer, self.rules = turn_format, renderer, rules
-        self.vocabulary = Vocabulary(turn_format.vocab_size, renderer.decode)
+        self.vocabulary = Vocabulary(turn_format.vocab_size, renderer)
         self.set_aside = rules.mask(("quarantine", "stop"))
         self.counted = rules.mask(("quarantine", "stop"), but=UNCOUNTED)
         self.boundary = sum(BITS[code] for code, reason in REASONS.items() if reason.boundary)
