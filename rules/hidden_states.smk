@@ -21,7 +21,7 @@ rule hidden_states:
         "../envs/workflow.yaml"
     threads: cfg["resources"]["threads"]
     resources:
-        hidden_tuning=as_json(only("hidden_states", "batch_tokens")),
+        hidden_tuning=as_json(only("hidden_states", "batch_tokens") | only("sampling", "temperature")),
         gpu=GPUS,
         # SGLang takes the GPUs itself, so its job must not hold them.
         launcher="python scripts/hidden_states.py" if SGLANG_STATES else launcher("hidden_states"),

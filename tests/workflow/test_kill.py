@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 import yaml
+
 from eaglet.digests import file_sha256
 
 pytestmark = [pytest.mark.workflow, pytest.mark.slow]
