@@ -69,7 +69,9 @@ def docs_row(family: Family, found: TurnFormat) -> str:
     """The family's line in the table of docs/turn-formats.md."""
 
     def marker(marker: Marker | None) -> str:
-        return f"`{json.dumps(marker.text, ensure_ascii=False)[1:-1]}` {' '.join(map(str, marker.ids))}" if marker else "–"
+        return (
+            f"`{json.dumps(marker.text, ensure_ascii=False)[1:-1]}` {' '.join(map(str, marker.ids))}" if marker else "–"
+        )
 
     text = vocabulary(family.vocabulary).decode
     ends = ", ".join(f"`{text([number])}` {number}" for number in found.end_of_turn_ids)
