@@ -18,6 +18,7 @@ from eaglet.errors import ConfigError, ServerError
 from eaglet.lease import attach, current_state
 from eaglet.locks import SHARED, Devices, LeaseFiles, acquire, directory, is_held, workflow_alive
 from eaglet.processes import MARK
+from eaglet.program import WORKFLOW_PID
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -60,6 +61,7 @@ class House:
             "EAGLET_LOCKS": str(folder / "locks"),
             "TOY_EVENTS": str(self.events_path),
             "PYTHONUNBUFFERED": "1",
+            WORKFLOW_PID: str(os.getpid()),  # nothing outlives a test run that is killed
         }
 
     def start(self, *words: str, **toy: object) -> subprocess.Popen:
@@ -120,7 +122,7 @@ class House:
             datasets=list(datasets),
             python=sys.executable,
             toy=toy_serve,
-            tuning=json.dumps(TUNING),
+            tuning=json.dumps({**TUNING, "linger": 60}),  # the end of the workflow cuts it short
             seconds=seconds,
             fails="fail" if fails else "",
         )
