@@ -130,6 +130,21 @@ def test_a_run_that_was_not_audited_is_told(demo_run, capsys):
     assert [found["file"] for found in verify(capsys)["breaks"]] == [str(AUDIT)]
 
 
+def test_of_an_unfinished_run_only_the_audit_is_missing(demo_run, capsys):
+    for stage in ("audit", "evaluate", "train", "hidden_states", "merge"):
+        shutil.rmtree(RUN / "provenance" / stage)
+    for folder in ("audit", "evaluation", "drafter", "hidden", "shards"):
+        shutil.rmtree(RUN / folder)
+    for file in (
+        "provenance/validate/notes.json",
+        "checked/notes.parquet",
+        "checked/notes.report.json",
+        "quarantine/notes.parquet",
+    ):
+        (RUN / file).unlink()
+    assert [found["file"] for found in verify(capsys)["breaks"]] == [str(AUDIT)]
+
+
 def test_a_row_can_be_followed_to_its_source(demo_run, capsys):
     row = next(r for r in iter_rows(RUN / "shards/shard-0.parquet", "shard") if r["dataset"] == "notes")
     audit.main(["row", row["sample_id"], "--run-dir", str(RUN), "--json"])

@@ -59,10 +59,9 @@ def _reading(chain: Chain, stage: str, path: str) -> Iterator[None]:
     """A file that cannot be read to its end is a break, not the end of the audit."""
     try:
         yield
-    except FileNotFoundError:
-        pass  # `lineage` has said so
     except DAMAGED as error:
-        chain.at_fault(stage, path, f"damaged ({str(error).removeprefix(f'{path}: ')})")
+        if Path(path).is_file():  # `lineage` names a missing one, if a job says that it wrote it
+            chain.at_fault(stage, path, f"damaged ({str(error).removeprefix(f'{path}: ')})")
 
 
 def check_prompts(chain: Chain, dataset: str) -> dict[str, int]:
@@ -161,6 +160,9 @@ def check_checked(chain: Chain, dataset: str, raw: dict[str, str]) -> dict[str, 
     """sample_id -> row digest; each row must have its own digest, and be a raw row, and no raw row may be lost."""
     path, digests = chain.path("checked", f"{dataset}.parquet"), {}
     before = len(chain.breaks)
+    files_are_there = all(
+        Path(chain.path(folder, f"{dataset}.parquet")).is_file() for folder in ("checked", "quarantine")
+    )
     with _reading(chain, "validate", path):
         for row, digest in _digested(path, "checked", ["sample_id", "row_digest"]):
             name = row["sample_id"]
@@ -181,7 +183,7 @@ def check_checked(chain: Chain, dataset: str, raw: dict[str, str]) -> dict[str, 
             elif not row["reasons"]:
                 chain.at_fault("validate", path, "is quarantined without a reason", row=name)
             quarantined.add(name)
-    if len(chain.breaks) == before:
+    if files_are_there and len(chain.breaks) == before:
         for name in (n for n in raw if n not in digests and n not in quarantined):
             chain.at_fault(
                 "validate", chain.path("raw", f"{dataset}.parquet"), "is neither checked nor quarantined", row=name
