@@ -18,7 +18,7 @@ rule generate:
         results("benchmarks/generate/{dataset}.jsonl")
     conda:
         "../envs/workflow.yaml"
-    threads: cfg["resources"]["threads"]
+    threads: 1  # the client waits most of the time; datasets that are captured together fill the server's batch
     resources:
         client_tuning=as_json(only("server", *CLIENT_TUNING)),
     params:

@@ -25,6 +25,7 @@ if not cfg["server"]["url"]:
         shell:
             """
             exec python scripts/serve.py hold \
+                --when-wanted \
                 --endpoint {output.endpoint:q} \
                 --turn-format {input.turn_format:q} \
                 --params {params.server:q} \

@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--max-running-requests", type=int, default=32, help="rows of the batch")
     parser.add_argument("--max-queued-requests", type=int, default=4096, help="more are answered with 503")
-    parser.add_argument("--cache-mib", type=int, default=1024, help="memory for keys and values")
+    parser.add_argument("--cache-mib", type=int, default=1536, help="memory for keys and values")
     parser.add_argument("--random-seed", type=int, default=0, help="for requests that bring no sampling_seed")
     parser.add_argument("--threads", type=int, help="CPU threads; all cores if absent")
     return parser

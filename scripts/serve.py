@@ -53,6 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
                 "--endpoint", type=Path, required=True, metavar="FILE", help="written at once; tells a consumer"
             )
             mode.add_argument("--log", type=Path, required=True, metavar="FILE", help="the server's log; appended to")
+            mode.add_argument(
+                "--when-wanted", action="store_true", help="start the server when a consumer connects, not before"
+            )
     gpu = modes.add_parser("gpu")
     gpu.add_argument("--timeout", type=float, default=Tuning.gpu_timeout, metavar="SECONDS")
     gpu.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
@@ -73,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.mode == "command":
         print(the_command(args, tuning).told())
         return 0
-    hold(partial(identified_command, args, tuning), tuning, args.endpoint, args.log)
+    hold(partial(identified_command, args, tuning), tuning, args.endpoint, args.log, args.when_wanted)
     return 0
 
 

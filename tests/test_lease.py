@@ -80,10 +80,10 @@ class House:
     def stderr(self, process: subprocess.Popen) -> str:
         return (self.folder / f"stderr.{self.processes.index(process)}").read_text()
 
-    def hold(self, name: str = "a", flavour: str = "plain", devices: tuple[str, ...] = (), tuning=(), **toy: object):
+    def hold(self, name="a", flavour="plain", devices: tuple[str, ...] = (), tuning=(), mode="hold", **toy: object):
         settings = json.dumps({**TUNING, **dict(tuning)})
         toy_serve = TESTS / "toy_serve.py"
-        return self.start(toy_serve, "hold", f"{name}.json", "server.log", settings, flavour, *devices, **toy)
+        return self.start(toy_serve, mode, f"{name}.json", "server.log", settings, flavour, *devices, **toy)
 
     def events(self, what: str) -> list[int]:
         """Process ids of the events of one kind."""
@@ -149,6 +149,19 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
             process.kill()
             process.wait()
     eventually(lambda: not made.left(), f"everything ended; left: {made.left()}")
+
+
+def test_a_server_that_nobody_wants_is_not_started(house: House) -> None:
+    alive = workflow_alive()
+    holder = house.hold("a", mode="lazy")
+    eventually((house.folder / "a.json").exists, "endpoint")
+    time.sleep(1.5)
+    assert house.events("start") == [] and house.state() is None
+    with connect(house.folder / "a.json") as connection:
+        assert requests.get(connection.url, headers=connection.headers, timeout=5).status_code == 200
+    assert len(house.events("start")) == 1
+    holder.terminate()
+    os.close(alive)
 
 
 # ---- sharing ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """`serve.py hold` for the toy server, and a consumer: what the mini workflows of test_lease.py run.
 
-toy_serve.py hold ENDPOINT LOG TUNING [FLAVOUR] [DEVICE…]     toy_serve.py consume ENDPOINT SECONDS OUTPUT [fail]
+toy_serve.py hold|lazy ENDPOINT LOG TUNING [FLAVOUR] [DEVICE…]     toy_serve.py consume ENDPOINT SECONDS OUTPUT [fail]
 """
 
 import json
@@ -30,10 +30,11 @@ def command(flavour: str = "plain", devices: tuple[str, ...] = ()) -> ServerComm
 
 def main(argv: list[str] | None = None) -> int:
     mode, endpoint, *rest = sys.argv[1:]
-    if mode == "hold":
+    if mode in ("hold", "lazy"):
         log, tuning, *more = rest
         flavour, *devices = more or ["plain"]
-        hold(partial(command, flavour, tuple(devices)), Tuning(**json.loads(tuning)), Path(endpoint), Path(log))
+        prepare = partial(command, flavour, tuple(devices))
+        hold(prepare, Tuning(**json.loads(tuning)), Path(endpoint), Path(log), when_wanted=mode == "lazy")
         return 0
     seconds, output, *fails = rest
     with connect(Path(endpoint)) as connection:

@@ -37,11 +37,14 @@ POLL = 0.2
 ENDPOINT_PATIENCE = 15.0  # seconds for another holder of the same endpoint to go away
 
 
-def hold(prepare: Callable[[], ServerCommand], tuning: Tuning, endpoint: Path, log: Path) -> None:
+def hold(
+    prepare: Callable[[], ServerCommand], tuning: Tuning, endpoint: Path, log: Path, when_wanted: bool = False
+) -> None:
     """Write the endpoint file at once, then keep a lease until this process is ended.  Raises ServerError, ConfigError.
 
     `prepare` makes the command; it looks for GPUs and packages and may take longer than Snakemake waits for the file.  So
     the file names this holder, and the holder's own file names the server once it is known, or says why there is none.
+    With `when_wanted` no server is started before a consumer attaches: a job whose rows are all in the journal needs none.
     """
     folder = workflow_folder()
     holder = folder / f"{sha256(str(endpoint).encode())[:16]}.holder"
@@ -50,10 +53,13 @@ def hold(prepare: Callable[[], ServerCommand], tuning: Tuning, endpoint: Path, l
         raise ServerError(f"{endpoint}: another serve.py holds this endpoint; end it first")
     try:
         os.ftruncate(held, 0)
+        _wanted(holder).unlink(missing_ok=True)
         write_json(endpoint, {"folder": str(folder), "holder": str(holder), "log": str(log)})
         command = prepare()
         files = LeaseFiles(folder, command.fingerprint)
         _tell(held, fingerprint=files.fingerprint)
+        while when_wanted and not _wanted(holder).exists():
+            time.sleep(POLL)
         lease = _join(files, command, tuning, log)
         say(f"lease on server {files.fingerprint[:16]}, log {log}")
         while is_held(files.server):
@@ -65,6 +71,11 @@ def hold(prepare: Callable[[], ServerCommand], tuning: Tuning, endpoint: Path, l
         raise
     finally:
         os.close(held)
+
+
+def _wanted(holder: Path) -> Path:
+    """The file by which a consumer says that it needs the server of a holder."""
+    return holder.with_suffix(".wanted")
 
 
 def _tell(holder: int, **facts: str) -> None:
@@ -163,6 +174,7 @@ def attach(endpoint: Path, told: Callable[[str], None]) -> Lease:
     descriptor, last = acquire(files.lease, SHARED), None
     try:
         while (state := current_state(files)) is None or state["phase"] != "ready":
+            _wanted(holder).touch()  # each time: a holder that has just begun removes what an earlier one was told
             if not is_held(holder):
                 raise _lost(files, log)
             waits = f"{state['phase']}: {state['detail']}" if state else "waits for its daemon"

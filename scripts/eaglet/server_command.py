@@ -26,6 +26,9 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 PORT = "$PORT"  # in an argv: replaced when the server is started
 KEY_FILE = "$API_KEY_FILE"  # a YAML file {api-key: …} that only this user can read
 KEY_VARIABLE = "EAGLET_API_KEY"
+# Idle threads of the embedded engine spin for a moment, then sleep: spinning on, they take the cores from the other jobs
+# of the workflow; sleeping at once, they are woken too late for the engine's many small operations.
+SHORT_SPIN = {"GOMP_SPINCOUNT": "30000"}
 ENGINE_CODE = ("engine.py", "engine_http.py", "token_sampling.py")
 PACKAGES = {"transformers": ("torch", "transformers", "tokenizers"), "sglang": ("sglang", "torch", "transformers")}
 
@@ -199,8 +202,7 @@ def _embedded(
             "--port",
             PORT,
         ),
-        # Waiting threads that spin take the cores from the other jobs of a workflow, and the server then waits for those.
-        environment={"OMP_WAIT_POLICY": "PASSIVE", **environment},
+        environment=SHORT_SPIN | environment,
         identity={"code": engine_code()},
         tuning_argv=tuple(tuned),
     )
