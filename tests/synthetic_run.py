@@ -287,7 +287,7 @@ def _evaluate(datasets: list[str], shards: int) -> None:
         pace |= {
             name: {"tokens_per_second": rate} for name, rate in (("with_drafter", 21.0), ("without_drafter", 15.0))
         }
-        machine = {"device": "cpu", "threads": 1, "dtype": "float32"}
+        machine = {"where": "cpu, float32, 1 threads", "batch_size": 1}
         write_json(outputs["acceptance.json"], report)
         write_text(outputs["acceptance.csv"], "dataset,acceptance_length\n")
         write_json(outputs["speed.json"], {**machine, **pace, "datasets": dict.fromkeys(datasets, pace)})

@@ -73,6 +73,7 @@ class House:
                 env=environment,
                 stderr=stderr,
                 start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
             )
         self.processes.append(process)
         return process
