@@ -4,14 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CORES ?= 2
 
-.PHONY: run test lint format docs bench setup lock test-sglang test-peers clean
+.PHONY: run test test-long lint format docs bench setup lock test-sglang test-peers clean
 
 run: setup
 	PATH="$(abspath $(BIN)):$$PATH" snakemake --cores $(CORES)
 	$(BIN)/python scripts/summary.py --run-dir results/demo
 
 test: setup lint
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -m "not long"
+
+test-long: setup
+	$(BIN)/python -m pytest tests/workflow -m long
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-pytestmark = pytest.mark.workflow
+pytestmark = [pytest.mark.workflow, pytest.mark.long]
 
 AFTER_MERGE = {"merge", "hidden_states", "train", "evaluate", "audit"}
 AFTER_VALIDATE = {"validate", *AFTER_MERGE}

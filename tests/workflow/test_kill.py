@@ -13,7 +13,7 @@ import yaml
 
 from eaglet.digests import file_sha256
 
-pytestmark = [pytest.mark.workflow, pytest.mark.slow]
+pytestmark = [pytest.mark.workflow, pytest.mark.long]
 
 # Left out: what holds times, hosts or paths of the run by design, and what is made from that.
 TIMED = ("provenance", "benchmarks", "logs", "endpoints", "audit")
