@@ -31,12 +31,12 @@ def sglang(arguments: dict | None = None, target: Target = KIMI, **more: object)
 def test_the_command_of_a_large_run_is_spelt_out() -> None:
     command = sglang(
         {"tensor-parallel-size": 8, "mem-fraction-static": 0.88, "enable-metrics": True, "disable-radix-cache": False},
-        python="/opt/sglang/bin/python",
+        python="/srv/sglang/bin/python",
         context_length=65536,
         environment={"NCCL_DEBUG": "WARN", "NCCL_NVLS_ENABLE": True},
     )
     assert list(command.argv) == [
-        *("/opt/sglang/bin/python", "-m", "sglang.launch_server"),
+        *("/srv/sglang/bin/python", "-m", "sglang.launch_server"),
         *("--model-path", "moonshotai/Kimi-K2.5", "--revision", "a" * 40, "--trust-remote-code"),
         *("--context-length", "65536", "--host", "127.0.0.1", "--port", PORT, "--config", KEY_FILE),
         *("--tensor-parallel-size", "8", "--mem-fraction-static", "0.88", "--enable-metrics"),
