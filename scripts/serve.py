@@ -1,6 +1,7 @@
 """The inference server as a lease that the datasets of a workflow share.
 
-    serve.py hold --endpoint F …      the Snakemake service: keep a lease until SIGTERM; the first one starts the server
+    serve.py hold --endpoint F …      the Snakemake service: keep a lease until SIGTERM; the first one starts the
+                                    server, with --when-wanted once a consumer connects
     serve.py command …                print the exact command that the server gets, and start nothing
     serve.py gpu -- COMMAND …         another job that needs the GPUs: wait for them, then become COMMAND
     serve.py status                   the servers of the workflow in this folder
