@@ -1,7 +1,6 @@
 """Hidden states from the real SGLang (on the CPU) against those of transformers."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -9,32 +8,12 @@ import torch
 import hidden_states
 from eaglet.hidden_store import HiddenStore
 from eaglet.records import iter_rows
+from sglang_cpu import ARGUMENTS, ENVIRONMENT, MARKS, PYTHON
 from tiny_shard import build_tiny_shard
 
-PYTHON = os.environ.get("EAGLET_SGLANG_PYTHON")
-SERVER = {
-    "python": PYTHON,
-    "arguments": {
-        "device": "cpu",
-        "attention-backend": "torch_native",
-        "disable-overlap-schedule": True,
-        "grammar-backend": "none",
-        "max-total-tokens": 4096,
-        "max-running-requests": 4,
-    },
-    "environment": {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "0",
-        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
-    },
-}
+SERVER = {"python": PYTHON, "arguments": ARGUMENTS, "environment": ENVIRONMENT}
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.skipif(not PYTHON, reason="EAGLET_SGLANG_PYTHON is not set"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = MARKS
 
 
 def capture(folder, shard, name, **params):

@@ -19,27 +19,14 @@ from eaglet.journal import entries
 from eaglet.records import iter_rows, read_metadata
 from eaglet.row_request import RESERVED_TOKENS
 from eaglet.server_daemon import free_port
+from sglang_cpu import ARGUMENTS, ENVIRONMENT, MARKS, PYTHON
+from sglang_cpu import flags as sglang_flags
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = os.environ.get("EAGLET_SGLANG_PYTHON") or str(ROOT / ".venv-sglang" / "bin" / "python")
-ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "SGLANG_CPU_OMP_THREADS_BIND": "0",
-    "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 CONTEXT, TOKENS, ROWS = 1024, 24, 24
 GREEDY = {**SETTINGS, "temperature": 0.0, "max_new_tokens": TOKENS}
 PATIENT = replace(FAST, max_in_flight=4, request_timeout=300, give_up_after=600, start_timeout=900)
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.skipif(
-        not Path(PYTHON).is_file(), reason=f"SGLang is not installed: no {PYTHON} (make test-sglang installs it)"
-    ),
-    pytest.mark.timeout(2400),
-]
+pytestmark = MARKS
 
 
 class Sglang:
@@ -51,9 +38,9 @@ class Sglang:
         self.log = log
         self.command = [
             *(PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"),
-            *("--port", str(self.port), "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
-            *("--disable-overlap-schedule", "--grammar-backend", "none", "--max-total-tokens", "8192"),
-            *("--max-running-requests", "4", "--context-length", str(CONTEXT), *flags),
+            *("--port", str(self.port), "--dtype", "float32", "--context-length", str(CONTEXT)),
+            *sglang_flags(ARGUMENTS),
+            *flags,
         ]
 
     def start(self) -> None:

@@ -1,7 +1,6 @@
 """The real SGLang through serve.py: it starts, answers with the target's own tokens, refuses what it must, and ends whole."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,31 +16,11 @@ from transformers import AutoModelForCausalLM
 from eaglet.endpoint import connect
 from eaglet.errors import ServerError
 from eaglet.processes import MARK
+from sglang_cpu import ARGUMENTS, ENVIRONMENT, MARKS, PYTHON
 
-PYTHON = os.environ.get("EAGLET_SGLANG_PYTHON")
 ROOT = Path(__file__).resolve().parents[2]
-ARGUMENTS = {
-    "device": "cpu",
-    "attention-backend": "torch_native",
-    "disable-overlap-schedule": True,
-    "grammar-backend": "none",
-    "max-total-tokens": 4096,
-    "max-running-requests": 4,
-}
-ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": 1,
-    "OMP_NUM_THREADS": 1,
-    "SGLANG_CPU_OMP_THREADS_BIND": "0",
-    "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": 1,
-}
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.skipif(
-        not PYTHON, reason="EAGLET_SGLANG_PYTHON is not set; `make test-sglang` installs SGLang and sets it"
-    ),
-    pytest.mark.timeout(1200),
-]
+pytestmark = MARKS
 
 
 def hold(folder: Path, target: Path, **arguments: object) -> subprocess.Popen:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from typing import NamedTuple
 
 import pytest
 
@@ -26,11 +27,19 @@ def datasets(jobs: list[str]) -> set[str]:
     return {job.split()[1] for job in jobs if job.split()[0] in {"prompts", "generate", "validate"}}
 
 
-def costs(workflow) -> tuple[int, int]:
-    """Run up to the hidden states; how many rows were generated and captured for it?"""
-    generated, captured = workflow.generated(), workflow.captured()
+class Costs(NamedTuple):
+    """What a run up to the hidden states cost."""
+
+    generated: int  # rows
+    captured: int  # rows
+    kept: int  # rows that validation let through now and that were not there before
+
+
+def costs(workflow) -> Costs:
+    """Run up to the hidden states and count."""
+    generated, captured, checked = workflow.generated(), workflow.captured(), workflow.checked()
     workflow.run("--until", "hidden_states")
-    return workflow.generated() - generated, workflow.captured() - captured
+    return Costs(workflow.generated() - generated, workflow.captured() - captured, len(workflow.checked() - checked))
 
 
 def test_one_edited_prompt_costs_one_generation_and_one_capture(finished):
@@ -38,14 +47,16 @@ def test_one_edited_prompt_costs_one_generation_and_one_capture(finished):
     path.write_text(path.read_text().replace("Write a short list.", "Write a long list."))
     jobs = planned(finished)
     assert stages(jobs) == {"prompts", *AFTER_GENERATE} and datasets(jobs) == {"apples"}
-    assert costs(finished) == (1, 1)
+    cost = costs(finished)
+    assert cost.generated == 1 and cost.captured == cost.kept <= 1
 
 
 def test_an_edited_dataset_block_touches_that_dataset_alone(finished):
     finished.config["datasets"]["pears"]["system"] = "Answer in one word."
     jobs = planned(finished)
     assert stages(jobs) == {"prompts", *AFTER_GENERATE} and datasets(jobs) == {"pears"}
-    assert costs(finished) == (4, 4)
+    cost = costs(finished)
+    assert cost.generated == 4 and cost.captured == cost.kept
 
 
 def test_a_new_dataset_costs_its_own_rows(finished):
@@ -53,13 +64,14 @@ def test_a_new_dataset_costs_its_own_rows(finished):
     finished.config["datasets"]["plums"] = {"source": {"path": "plums.jsonl"}, "format": "messages"}
     jobs = planned(finished)
     assert stages(jobs) == {"prompts", *AFTER_GENERATE} and datasets(jobs) == {"plums"}
-    assert costs(finished) == (2, 2)
+    cost = costs(finished)
+    assert cost.generated == 2 and cost.captured == cost.kept
 
 
 def test_a_removed_dataset_generates_and_captures_nothing(finished):
     del finished.config["datasets"]["pears"]
     assert stages(planned(finished)) == AFTER_MERGE
-    assert costs(finished) == (0, 0)
+    assert costs(finished) == (0, 0, 0)
 
 
 def test_sampling_settings_ask_for_every_row_again(finished):
@@ -90,13 +102,13 @@ def test_a_validation_rule_starts_at_validate(finished):
 def test_other_shards_generate_and_capture_nothing(finished, edit):
     finished.config["shards"].update(edit)
     assert stages(planned(finished)) == AFTER_MERGE
-    assert costs(finished) == (0, 0)
+    assert costs(finished) == (0, 0, 0)
 
 
 def test_other_layers_capture_every_row_and_generate_none(finished):
     finished.config["hidden_states"] = {"layers": [1, 3, 5]}
     assert stages(planned(finished)) == {"hidden_states", "train", "evaluate", "audit"}
-    assert costs(finished) == (0, 9)
+    assert costs(finished) == (0, len(finished.checked()), 0)
 
 
 def test_drafter_settings_start_at_train(finished):
@@ -116,7 +128,7 @@ def test_a_changed_program_reruns_its_stage_and_generates_nothing(finished, text
     path.write_text(path.read_text() + text)
     jobs = planned(finished)
     assert stages(jobs) == AFTER_GENERATE
-    assert costs(finished) == (0, 0)
+    assert costs(finished) == (0, 0, 0)
 
 
 def test_time_stamps_alone_cost_nothing(finished):
@@ -130,4 +142,4 @@ def test_a_fresh_clone_with_the_results_copied_in_generates_and_captures_nothing
     clone = tmp_path / "clone"
     shutil.copytree(finished.folder, clone, ignore=shutil.ignore_patterns(".snakemake"), copy_function=shutil.copy)
     finished.folder = clone
-    assert costs(finished) == (0, 0)
+    assert costs(finished) == (0, 0, 0)

@@ -1,17 +1,16 @@
 """A workflow that is killed outright, again and again, ends with the bytes of one that was left alone, and leaves no process."""
 
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 import yaml
 
 from eaglet.digests import file_sha256
+from workflow_runs import left_behind
 
 pytestmark = [pytest.mark.workflow, pytest.mark.long]
 
@@ -26,18 +25,6 @@ def outputs(workflow) -> dict[str, str]:
     files = [p for p in root.rglob("*") if p.is_file() and p.relative_to(root).parts[0] not in TIMED]
     hidden = (workflow.folder / "results/store/hidden").rglob("*.safetensors")
     return {str(p.relative_to(workflow.folder)): file_sha256(p) for p in [*files, *hidden] if p.name not in TIMED_FILES}
-
-
-def left_behind(workflow) -> list[str]:
-    """Command lines of processes that work in the workflow's folder."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.cwd() == str(workflow.folder):
-                found.append(" ".join(process.cmdline()) or process.name())
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
 
 
 def kill_after(workflow, seconds: float) -> bool:
