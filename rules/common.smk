@@ -84,9 +84,15 @@ def target_folder():
 
 
 def target_files():
-    """The target's own files as inputs, a folder here or a template file, so that a change of them is seen."""
-    folder = [target_folder()] if EMBEDDED or Path(cfg["target"]["model"]).is_dir() else []
-    return folder + [path for path in [cfg["target"]["chat_template"]] if path]
+    """The target's files that are inputs: the folder built here for the embedded default, and a template file."""
+    return [target_folder()] * EMBEDDED + [path for path in [cfg["target"]["chat_template"]] if path]
+
+
+def target_fingerprint(wildcards):
+    """What a local target's files hold, as a param: of an input folder Snakemake sees that it exists, not what is in it."""
+    if EMBEDDED or not Path(cfg["target"]["model"]).is_dir():
+        return ""  # built here, or pinned by a commit
+    return Target.from_params(cfg["target"]).fingerprint()
 
 
 def dataset_source(wildcards):

@@ -47,6 +47,7 @@ rule turn_format:
         "../envs/workflow.yaml"
     params:
         target=fixed({**cfg["target"], "model": target_folder()}),
+        fingerprint=target_fingerprint,
     shell:
         """
         python scripts/target.py turn-format \
