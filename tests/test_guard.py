@@ -211,6 +211,15 @@ def test_a_different_rendering_is_shown_side_by_side(server, tiny_format, tiny_r
     assert '"type"' in left and '"function":' in right
 
 
+def test_fields_that_sglang_adds_to_tools_are_named_and_can_be_added_here(server, tiny_format, tiny_renderer):
+    adding = replace(tiny_format.target, tool_fields={"defer_loading": None})
+    server.renderer = type(tiny_renderer)(adding)
+    client = client_of(server.url, tiny_format)
+    with pytest.raises(GuardError, match=r'Set target.tool_fields: \{"defer_loading": null\}, which gives exactly'):
+        guard.cross_check(client, tiny_renderer, samples(tools=[TOOL]))
+    assert guard.cross_check(client, type(tiny_renderer)(adding), samples(tools=[TOOL])) == 1
+
+
 def test_a_rendering_that_ends_early_is_different(server, tiny_format, tiny_renderer):
     class Short(type(tiny_renderer)):
         def prompt_ids(self, *arguments):

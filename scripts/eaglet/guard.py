@@ -51,6 +51,7 @@ REFUSED_FLAGS = (
 )
 PROBE_MESSAGES = [{"role": "user", "content": "Name three things to take along for a walk in the rain."}]
 PROBE_TOKENS = 48
+SGLANG_TOOL_FIELDS = {"defer_loading": None}  # what SGLang 0.5.23 adds around a tool's schema before it renders
 
 
 @dataclass(frozen=True)
@@ -282,11 +283,28 @@ def _rendering_difference(renderer: Renderer, sample: Sample, ours: list[int], t
             *_side_by_side("eaglet (apply_chat_template)", "".join(left), "server (/v1/tokenize)", "".join(right)),
             f"  ids here:  {ours[window]}",
             f"  ids there: {theirs[window]}",
-            "Give both the same chat template (target.chat_template here, --chat-template there) and the same template "
-            "arguments. If only tools differ: SGLang hands templates `tool` with fields of its own (defer_loading) around the "
-            "schema, so let the template write `tool.function`; and where a tokenizer renders tools by code, put that "
-            "rendering into a template for both.",
+            _remedy(renderer, sample, theirs),
         ]
+    )
+
+
+def _remedy(renderer: Renderer, sample: Sample, theirs: list[int]) -> str:
+    """What makes the two renderings one: tried out where it is known what SGLang adds to tools."""
+    target = renderer.target
+    adding = replace(target, tool_fields={**target.tool_fields, **SGLANG_TOOL_FIELDS})
+    if sample.tools and target != adding:
+        fields = Renderer(adding, renderer.tokenizer).prompt_ids(
+            sample.messages, sample.tools, sample.template_arguments
+        )
+        if fields == theirs:
+            return (
+                "The tools alone differ: SGLang hands its template each tool with fields of its own. Set target.tool_fields: "
+                f"{json.dumps(adding.tool_fields)}, which gives exactly the server's ids"
+            )
+    return (
+        "Give both the same chat template (target.chat_template here, --chat-template there) and the same template "
+        "arguments. If only tools differ: see target.tool_fields for fields that the server adds; where a tokenizer renders tools "
+        "by code, put that rendering into a template for both."
     )
 
 

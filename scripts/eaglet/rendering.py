@@ -207,14 +207,15 @@ class Renderer:
         prompt: bool,
     ) -> Any:
         merged = {**self.target.template_arguments, **(arguments or {})}
+        tools = [{**tool, **self.target.tool_fields} for tool in tools or []]
         escaping = tokenize and self.escapes(messages, tools)
         if escaping:
             messages = [m if m.get("role") == "assistant" else self._marked(m) for m in messages]
-            tools = self._marked(list(tools or []))
+            tools = self._marked(tools)
         try:
             rendered = self._apply_chat_template(
                 list(messages),
-                tools=list(tools) if tools else None,
+                tools=tools or None,
                 add_generation_prompt=prompt,
                 tokenize=tokenize and not escaping,
                 **merged,

@@ -28,6 +28,7 @@ class Target:
     trust_remote_code: bool = False
     chat_template: str | None = None  # path of a file that replaces the tokenizer's own
     template_arguments: dict = field(default_factory=dict)
+    tool_fields: dict = field(default_factory=dict)  # what the server adds around each tool before it renders
     literal_markers: str = "count"  # count | escape: markers that messages spell out
     dtype: str = "auto"  # auto (as saved) | float32 | bfloat16 | float16
 
