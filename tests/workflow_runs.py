@@ -46,6 +46,7 @@ class Workflow:
 
     def __init__(self, folder: Path, target: Path):
         self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
         for name in CODE:
             source = ROOT / name
             if source.is_dir():
