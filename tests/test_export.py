@@ -9,43 +9,16 @@ from datasets import load_from_disk
 from safetensors.torch import load_file
 
 import export
-import hidden_states
-from eaglet.drafter_files import drafter_config, save_drafter
-from eaglet.eagle3 import initial_drafter
 from eaglet.errors import RecordError, StoreError, TargetError
 from eaglet.records import iter_rows
-from tiny_shard import build_tiny_shard, tiny_turn_format
+from tiny_shard import build_tiny_run, build_tiny_shard, tiny_turn_format
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_target):
     """Flags that name a captured shard and a drafter; and the shard's rows."""
-    folder = tmp_path_factory.mktemp("run")
-    shard, facts = build_tiny_shard(folder, tiny_target, rows=6)
-    index = folder / "index.parquet"
-    hidden_states.main(
-        [
-            *("--shard", str(shard), "--turn-format", str(facts), "--store", str(folder / "store")),
-            *("--params", '{"dtype": "float32"}', "--index", str(index), "--report", str(folder / "report.json")),
-        ]
-    )
-    target = tiny_turn_format(tiny_target).target
-    embedding = target.load().get_input_embeddings().weight
-    config = drafter_config(target.text_config(), draft_vocab_size=32, layer_ids=(2, 4, 5), vocab_size=512)
-    save_drafter(
-        folder / "drafter", initial_drafter(config, embedding, embedding, torch.arange(32) * 3, 0), dtype=torch.float32
-    )
-    flags = [
-        "--shards",
-        str(shard),
-        "--indexes",
-        str(index),
-        "--turn-format",
-        str(facts),
-        "--store",
-        str(folder / "store"),
-    ]
-    return [*flags, "--drafter", str(folder / "drafter")], list(iter_rows(shard, "shard"))
+    made = build_tiny_run(tmp_path_factory.mktemp("run"), tiny_target)
+    return made.flags, list(iter_rows(made.shard, "shard"))
 
 
 def exported(run, tmp_path, name):

@@ -1,10 +1,15 @@
 """A shard of real greedy answers of the tiny target, with its turn format: what the stages after `merge` start from."""
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+import hidden_states
 from eaglet.digests import content_key, request_key
+from eaglet.drafter_files import drafter_config, save_drafter
+from eaglet.eagle3 import initial_drafter
 from eaglet.records import RecordWriter, row_digest
 from eaglet.targets import Target
 from eaglet.turn_format import Marker, TurnFormat
@@ -77,3 +82,41 @@ def build_tiny_shard(
     with RecordWriter(shard, "shard", {}) as writer:
         writer.write_rows(records)
     return shard, facts
+
+
+@dataclass
+class TinyRun:
+    """What the stages after hidden_states read, in one folder."""
+
+    shard: Path
+    index: Path
+    turn_format: Path
+    store: Path
+    drafter: Path
+
+    @property
+    def flags(self) -> list[str]:
+        """The paths as flags of scripts/export.py."""
+        return [
+            *("--shards", str(self.shard), "--indexes", str(self.index), "--turn-format", str(self.turn_format)),
+            *("--store", str(self.store), "--drafter", str(self.drafter)),
+        ]
+
+
+def build_tiny_run(folder: Path, target_folder: Path, *, rows: int = 6) -> TinyRun:
+    """A captured shard and an untrained drafter for every third id, all in float32."""
+    shard, facts = build_tiny_shard(folder, target_folder, rows=rows)
+    run = TinyRun(shard, folder / "index.parquet", facts, folder / "store", folder / "drafter")
+    hidden_states.main(
+        [
+            *("--shard", str(shard), "--turn-format", str(facts), "--store", str(run.store)),
+            *("--params", json.dumps({"dtype": "float32"}), "--index", str(run.index)),
+            *("--report", str(folder / "report.json")),
+        ]
+    )
+    target = tiny_turn_format(target_folder).target
+    embedding = target.load().get_input_embeddings().weight
+    config = drafter_config(target.text_config(), draft_vocab_size=32, layer_ids=(2, 4, 5), vocab_size=512)
+    drafter = initial_drafter(config, embedding, embedding, torch.arange(32) * 3, 0)
+    save_drafter(run.drafter, drafter, dtype=torch.float32)
+    return run

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,8 +115,15 @@ class Workflow:
         return len(list((self.folder / "results/store/hidden").rglob("*.safetensors")))
 
 
-def left_behind(workflow) -> list[str]:
-    """Command lines of processes that work in the workflow's folder."""
+def left_behind(workflow: Workflow, patience: float = 60) -> list[str]:
+    """Command lines of processes that still work in the workflow's folder after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while (found := _at_work(workflow)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return found
+
+
+def _at_work(workflow: Workflow) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:

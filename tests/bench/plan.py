@@ -32,7 +32,9 @@ def main() -> None:
         names = [f"dataset-{number}" for number in range(arguments.datasets)]
         for name in names:
             workflow.write_dataset(name, [f"Question {n} of {name}?" for n in range(100)])
-        workflow.config["datasets"] = {name: {"source": {"path": f"{name}.jsonl"}, "format": "messages"} for name in names}
+        workflow.config["datasets"] = {
+            name: {"source": {"path": f"{name}.jsonl"}, "format": "messages"} for name in names
+        }
         workflow.config["shards"]["count"] = arguments.shards
         (workflow.folder / "trial.yaml").write_text(yaml.safe_dump(workflow.config), encoding="utf-8")
         command = [sys.executable, "-m", "snakemake", "-n", "--quiet", "rules", "--configfile", "trial.yaml"]
@@ -40,7 +42,9 @@ def main() -> None:
             began = time.perf_counter()
             done = subprocess.run(command, cwd=workflow.folder, capture_output=True, text=True, check=True)
             jobs = next(line for line in (done.stdout + done.stderr).splitlines() if line.startswith("total"))
-            print(f"{arguments.datasets} datasets, {arguments.shards} shards: {time.perf_counter() - began:.1f} s ({jobs})")
+            print(
+                f"{arguments.datasets} datasets, {arguments.shards} shards: {time.perf_counter() - began:.1f} s ({jobs})"
+            )
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ PROMPTS = (7, 4)  # prompt lengths of the two rows; each is at least STEPS
 OUTPUTS = (6, 5)
 
 
-def rows() -> list[dict]:
-    """[{token_ids, aux, last, prompt}] of the case."""
-    inputs = load_file(FOLDER / "inputs.safetensors")
+def rows(inputs: dict[str, torch.Tensor] | None = None) -> list[dict]:
+    """[{token_ids, aux, last, prompt}] of the case, or of other inputs, whose prompt lengths are in `prompts`."""
+    inputs = inputs or load_file(FOLDER / "inputs.safetensors")
+    prompts = inputs["prompts"].tolist() if "prompts" in inputs else PROMPTS
     named = ("token_ids", "aux", "last")
-    return [{**{name: inputs[f"{name}_{n}"] for name in named}, "prompt": prompt} for n, prompt in enumerate(PROMPTS)]
+    return [{**{name: inputs[f"{name}_{n}"] for name in named}, "prompt": prompt} for n, prompt in enumerate(prompts)]
 
 
 def write() -> None:
