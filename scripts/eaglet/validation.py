@@ -102,7 +102,7 @@ class Group(NamedTuple):
     about: PromptFacts
     findings: Findings
     bad: np.ndarray  # bool [R]: to be set aside
-    digests: list[str]  # of the other rows
+    kept: pa.Table  # the other rows, with the columns of a checked file
 
 
 @dataclass
@@ -180,7 +180,11 @@ class Validator:
         if self.renderer.target.literal_markers == "count":
             findings.add("literal_marker", np.array(about.literal, int))
         bad = findings.reasons & self.set_aside != 0
-        return Group(table, prompts, outputs, about, findings, bad, row_digests(table.filter(pa.array(~bad))))
+        kept = table.filter(pa.array(~bad))
+        digests = row_digests(kept)
+        kept = kept.append_column("think_end", pa.array(findings.think_end[~bad]))
+        kept = kept.append_column("row_digest", pa.array(digests, pa.string()))
+        return Group(table, prompts, outputs, about, findings, bad, kept)
 
     def decide(self, group: Group) -> tuple[pa.Table, list[dict]]:
         """Count a row group and part it into checked and quarantined rows."""
@@ -194,9 +198,7 @@ class Validator:
             main = next(code for code in codes if self.rules.severities[code] != "keep")
             self.tally.dropped[main] += 1
             record.update(reasons=codes, excerpt=self._excerpt(group, row, main))
-        kept = group.table.filter(pa.array(~group.bad))
-        kept = kept.append_column("think_end", pa.array(group.findings.think_end[~group.bad]))
-        return kept.append_column("row_digest", pa.array(group.digests, pa.string())), rejected
+        return group.kept, rejected
 
     def _count(self, group: Group) -> None:
         tally, found, outputs, kept = self.tally, group.findings, group.outputs, ~group.bad
