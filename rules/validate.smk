@@ -17,6 +17,7 @@ rule validate:
         results("logs/validate/{dataset}.log"),
     conda:
         "../envs/workflow.yaml"
+    threads: 1  # it uses a second core if one is free; waiting for one until other datasets are captured would find a fault late
     params:
         validation=fixed(cfg["validation"]),
     shell:

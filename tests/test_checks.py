@@ -142,6 +142,20 @@ def test_parts_of_characters(known):
     assert findings(found, renderer, [[*thought, *euro[:2]]], finish="length").codes(0) == ["truncated"]
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.text("aß€🦜\ufffd", max_size=6), st.integers(0, 9), st.sampled_from(["stop", "length"]))))
+def test_parts_of_characters_are_judged_as_in_the_whole_text(known, rows):
+    found, renderer = known("Kimi-K2.5")  # its first 256 ids are the bytes
+    outputs = [list(text.encode())[cut // 4 : len(text.encode()) - cut % 4] for text, cut, _ in rows]
+    finish = [finish for _, _, finish in rows]
+    judged = findings(found, renderer, outputs, finish=finish).reasons & BITS["replacement_characters"] != 0
+    whole = [
+        renderer.decode(ids).rstrip("\ufffd" if how == "length" else "")
+        for ids, how in zip(outputs, finish, strict=True)
+    ]
+    assert judged.tolist() == ["\ufffd" in text for text in whole]
+
+
 def test_offered_tools_decide_which_call_is_known(known):
     output = THOUGHT + CALLED.format(CALL) + "<|im_end|>"
     assert codes(known, "Kimi-K2.5", output, offered=("get_weather", "other")) == []

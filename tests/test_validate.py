@@ -289,20 +289,30 @@ def test_an_empty_dataset_passes(captured):
     assert report["rows_in"] == report["rows_out"] == 0 and report["lengths"]["turn"] is None
 
 
-def test_many_row_groups_come_out_in_order_and_byte_for_byte_the_same(captured):
-    for number in range(2200):
+def test_many_row_groups_come_out_in_order_and_the_same_from_any_number_of_threads(captured, monkeypatch):
+    monkeypatch.setattr("eaglet.records.ROW_GROUP", 50)
+    for number in range(420):
         captured.add(good(number) if number % 50 else good(number).replace("</think>", ""))
     report = captured.validate(render_check=10)
-    assert (report["rows_out"], report["quarantined"]) == (2156, 44)
+    assert (report["rows_out"], report["quarantined"]) == (411, 9)
     kept = [row["sample_id"] for row in captured.rows if captured.turn_format.think_end(row["output_ids"]) > 0]
-    assert read_table(captured.folder / "checked.parquet", "checked", ["sample_id"])["sample_id"].to_pylist() == kept
-    before = [
-        (captured.folder / name).read_bytes() for name in ("checked.parquet", "quarantine.parquet", "report.json")
-    ]
-    captured.validate(render_check=10)
-    assert [
-        (captured.folder / n).read_bytes() for n in ("checked.parquet", "quarantine.parquet", "report.json")
-    ] == before
+    assert [row["sample_id"] for row in captured.checked()] == kept
+    written = [captured.folder / name for name in ("checked.parquet", "quarantine.parquet", "report.json")]
+    before = [path.read_bytes() for path in written]
+    for threads in (1, 2, 3):
+        monkeypatch.setattr("eaglet.validation.WORKERS", threads)
+        captured.validate(render_check=10)
+        assert [path.read_bytes() for path in written] == before
+
+
+def test_a_fault_in_a_later_row_group_stops_the_run_with_its_message(captured, monkeypatch):
+    monkeypatch.setattr("eaglet.records.ROW_GROUP", 10)
+    for number in range(60):
+        captured.add(good(number))
+    captured.rows[45]["output_ids"] = [7, 10**6]
+    with pytest.raises(ValidationFailed, match=f"row {captured.rows[45]['sample_id']} has id_out_of_range"):
+        captured.validate()
+    assert not (captured.folder / "checked.parquet").exists()
 
 
 def test_the_report_names_every_reason(captured):

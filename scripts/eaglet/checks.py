@@ -1,7 +1,7 @@
 """What is checked of each row, and where a row's parts lie: pure functions over arrays of ids and a turn format.
 
 A check gives each row a yes or no under a stable code of `REASONS`.  Structure is checked in whole row groups; text is
-decoded only for the rows that need it (tool calls, and ids that are parts of characters).  What becomes of a row with
+decoded only where it is needed (tool calls, and ids that are parts of characters).  What becomes of a row with
 a reason is for the config to say and for validate to do.
 """
 
@@ -57,11 +57,11 @@ STRIDE = 16
 class Vocabulary:
     """What single ids look like as text, found out when an id is first seen.
 
-    `blank`: white space only.  `fragment`: part of a character; only rows that have one are decoded.
+    `blank`: white space only.  `fragment`: part of a character; only these are decoded together with their neighbours.
     """
 
     def __init__(self, size: int, renderer: Renderer):
-        self.size, self.renderer, self.decode = size, renderer, renderer.decode
+        self.size, self.decode, self.decode_each = size, renderer.decode, renderer.decode_each
         self.known, self.blank, self.fragment = (np.zeros(size, bool) for _ in range(3))
 
     def learn(self, ids: np.ndarray) -> None:
@@ -69,7 +69,7 @@ class Vocabulary:
         seen = np.zeros(self.size, bool)
         seen[ids] = True
         new = np.flatnonzero(seen & ~self.known)
-        texts = self.renderer.decode_each(new.tolist()) if len(new) else []
+        texts = self.decode_each(new[:, None].tolist())
         self.blank[new] = [not text.strip() for text in texts]
         self.fragment[new] = ["\ufffd" in text for text in texts]
         self.known[new] = True
@@ -401,9 +401,18 @@ def _longest_run(ids: np.ndarray, period: int) -> int:
 
 
 def _replacement_characters(outputs: Ragged, finished: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """Rows whose text has U+FFFD; a row that was cut may end within a character."""
+    """Rows whose text has U+FFFD; a row that was cut may end within a character.
+
+    An id that is no fragment is whole characters, so what the runs of fragments between such ids say is enough.
+    """
+    places = np.flatnonzero(vocabulary.fragment[outputs.ids])
+    rows = outputs.rows_of(places)
+    starts = np.flatnonzero((np.diff(places, prepend=-2) > 1) | (np.diff(rows, prepend=-1) > 0))
+    stops = np.append(starts, len(places))[1:]
+    may_be_cut = ~finished[rows[starts]] & (places[stops - 1] + 1 == outputs.offsets[rows[starts] + 1])
+    ids = outputs.ids[places].tolist()
+    texts = vocabulary.decode_each([ids[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)])
+    told = ["\ufffd" in (text.rstrip("\ufffd") if cut else text) for text, cut in zip(texts, may_be_cut, strict=True)]
     found = np.zeros(len(outputs), bool)
-    for row in np.unique(outputs.rows_of(np.flatnonzero(vocabulary.fragment[outputs.ids]))).tolist():
-        text = vocabulary.decode(outputs.row(row).tolist())
-        found[row] = "\ufffd" in (text if finished[row] else text.rstrip("\ufffd"))
+    found[rows[starts][np.array(told, bool)]] = True
     return found

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 CHUNK = 1 << 20
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def canonical_json(value: Any) -> bytes:
     """UTF-8 JSON with sorted keys and no white space; raises ValueError on NaN and on lone surrogates."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8")
+    return _CANONICAL.encode(value).encode("utf-8")
 
 
 def sha256(data: bytes) -> str:

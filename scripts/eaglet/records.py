@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from eaglet.digests import canonical_json, content_key, sha256
@@ -66,20 +67,21 @@ def row_digests(table: pa.Table) -> list[str]:
 def _json_lists(lists: pa.ListArray) -> list[bytes]:
     """Each list<int32> as JSON without white space."""
     offsets = lists.offsets.to_numpy()
-    ids = lists.values.to_numpy()[offsets[0] : offsets[-1]]
-    if len(ids) and (ids.min() < 0 or ids.max() >= 10**7):  # no ids of a vocabulary; rare, so slow is good enough
+    ids = lists.values[offsets[0] : offsets[-1]]
+    if not len(ids):
+        return [b"[]"] * len(lists)
+    least, most = pc.min_max(ids).as_py().values()
+    if least < 0 or most >= 10**7:  # no ids of a vocabulary; rare, so slow is good enough
         return [canonical_json(row) for row in lists.to_pylist()]
-    digits = _digits(1 << int(ids.max() + 1).bit_length() if len(ids) else 1)[ids].view(np.uint8).reshape(-1, 8)
-    written = digits != 0
-    ends = np.concatenate([[0], np.cumsum(written.sum(axis=1))])[offsets - offsets[0]]
-    text = digits[written].tobytes()
-    return [b"[" + text[start : max(start, stop - 1)] + b"]" for start, stop in itertools.pairwise(ends)]
+    _, ends, text = _with_comma(1 << (most + 1).bit_length()).take(ids).buffers()
+    ends, text = np.frombuffer(ends, np.int64)[offsets - offsets[0]].tolist(), memoryview(text)
+    return [b"[%b]" % text[start : max(start, stop - 1)] for start, stop in itertools.pairwise(ends)]
 
 
 @functools.cache
-def _digits(size: int) -> np.ndarray:
-    """For each number below `size` its digits and a comma, in the eight bytes of a uint64 [size], zeros behind them."""
-    return np.array([b"%d," % number for number in range(size)], dtype="S8").view(np.uint64)
+def _with_comma(size: int) -> pa.LargeStringArray:
+    """The digits of each number below `size` and a comma."""
+    return pa.array([f"{number}," for number in range(size)], pa.large_string())
 
 
 class RecordWriter:

@@ -73,13 +73,11 @@ class Renderer:
         """The text of ids, special tokens kept, no space cleaned up: for people, never to be tokenized again."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def decode_each(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id on its own; for thousands of ids much faster than `decode` of each."""
+    def decode_each(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each of the rows of ids; for thousands of short ones much faster than `decode` of each."""
         if self.tokenizer.is_fast:
-            return self.tokenizer.backend_tokenizer.decode_batch(
-                [[number] for number in ids], skip_special_tokens=False
-            )
-        return [self.decode([number]) for number in ids]
+            return self.tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=False)
+        return [self.decode(row) for row in rows]
 
     def render(
         self,

