@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with recorded(
         options.provenance,
         stage="evaluate",
-        name="evaluate",
+        name=Path(options.provenance or "evaluate").stem,  # the drafter of a share of the rows is a job of its own
         params=options.params,
         inputs={
             "drafter": sorted(path for path in drafter.iterdir() if path.is_file()),
