@@ -133,6 +133,21 @@ def generate_params(wildcards):
     )
 
 
+def drafter_params():
+    """What decides the drafter's weights, beside the data."""
+    return without("drafter", "checkpoint_every")
+
+
+def share_params(wildcards):
+    """The same settings for a share of the training rows."""
+    return as_json({**drafter_params(), "row_share": float(wildcards.share)})
+
+
+def evaluation_params():
+    """What decides the figures of an evaluation, beside drafter and data; the seed is the untrained drafter's."""
+    return {**cfg["evaluation"], "seed": cfg["drafter"]["seed"]}
+
+
 def server_option(wildcards, input):
     """How generate.py reaches the server: the lease's endpoint file, or the configured address."""
     server = cfg["server"]

@@ -36,7 +36,7 @@ rule evaluate:
         gpu=GPUS,
         launcher="python scripts/evaluate.py" if EVALUATED_BY_SGLANG else launcher("evaluate"),
     params:
-        evaluation=fixed({**cfg["evaluation"], "seed": cfg["drafter"]["seed"]}),
+        evaluation=fixed(evaluation_params()),
         server=fixed(cfg["server"] if EVALUATED_BY_SGLANG else {}),
         drafter=subpath(input.weights, parent=True),
         folder=subpath(output.acceptance, parent=True),

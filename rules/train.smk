@@ -27,7 +27,7 @@ rule train:
         gpu=GPUS,
         launcher=launcher("train", every_gpu=True),
     params:
-        drafter=fixed(without("drafter", "checkpoint_every")),
+        drafter=fixed(drafter_params()),
         store=STORE,
         folder=subpath(output.config, parent=True),
     shell:
