@@ -59,3 +59,4 @@ rule data:
 rule drafter:
     input:
         results("drafter/model.safetensors"),
+        results("drafter/serve.sh"),

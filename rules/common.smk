@@ -27,6 +27,7 @@ DATASETS = sorted(cfg["datasets"])
 SHARDS = range(cfg["shards"]["count"])
 STORE = "results/store"
 EMBEDDED = cfg["target"]["model"] == EMBEDDED_TARGET
+SGLANG = cfg["server"]["engine"] == "sglang"
 GPUS = cfg["resources"]["gpu"]
 
 # Of the server's section: what changes the tokens invalidates the generations; tuning does not, so it is passed as
