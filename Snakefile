@@ -4,6 +4,8 @@ The map.  Each stage has a rule file of its own in rules/ and a program of the s
 
     target → prompts → (serve) generate → validate → merge → hidden_states → train → evaluate → audit
 
+Beside them, when asked for: export (formats of other trainers), learning_curve (would more rows help?).
+
 `snakemake` runs all of it, `snakemake data` stops at the shards, `snakemake drafter` at the drafter, `snakemake check` checks the
 config and shows what was learned about the target's turns.  `--configfile FILE` replaces config/config.yaml as a whole.
 """
@@ -29,6 +31,7 @@ include: "rules/train.smk"
 include: "rules/evaluate.smk"
 include: "rules/audit.smk"
 include: "rules/export.smk"
+include: "rules/learning_curve.smk"
 
 
 localrules:
@@ -56,3 +59,4 @@ rule data:
 rule drafter:
     input:
         results("drafter/model.safetensors"),
+        results("drafter/serve.sh"),

@@ -14,6 +14,7 @@ rule audit:
             *expand(rules.validate.output.provenance, dataset=DATASETS),
             rules.merge.output.provenance,
             *expand(rules.hidden_states.output.provenance, shard=SHARDS),
+            rules.serve_script.output.provenance,
             rules.train.output.provenance,
             rules.evaluate.output.provenance,
         ],

@@ -27,6 +27,7 @@ DATASETS = sorted(cfg["datasets"])
 SHARDS = range(cfg["shards"]["count"])
 STORE = "results/store"
 EMBEDDED = cfg["target"]["model"] == EMBEDDED_TARGET
+SGLANG = cfg["server"]["engine"] == "sglang"
 GPUS = cfg["resources"]["gpu"]
 
 # Of the server's section: what changes the tokens invalidates the generations; tuning does not, so it is passed as
@@ -131,6 +132,21 @@ def generate_params(wildcards):
             "context_length": cfg["server"]["context_length"],
         }
     )
+
+
+def drafter_params():
+    """What decides the drafter's weights, beside the data."""
+    return without("drafter", "checkpoint_every")
+
+
+def share_params(wildcards):
+    """The same settings for a share of the training rows."""
+    return as_json({**drafter_params(), "row_share": float(wildcards.share)})
+
+
+def evaluation_params():
+    """What decides the figures of an evaluation, beside drafter and data; the seed is the untrained drafter's."""
+    return {**cfg["evaluation"], "seed": cfg["drafter"]["seed"]}
 
 
 def server_option(wildcards, input):

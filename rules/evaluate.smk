@@ -1,7 +1,7 @@
 """evaluate: real speculative decoding of held-out prompts: acceptance, speed, and proof that the output is unchanged."""
 
 # SGLang has no speculative decoding on a CPU; there the same drafter is evaluated with transformers.
-EVALUATED_BY_SGLANG = cfg["server"]["engine"] == "sglang" and GPUS > 0
+EVALUATED_BY_SGLANG = SGLANG and GPUS > 0
 
 
 rule evaluate:
@@ -18,7 +18,6 @@ rule evaluate:
         acceptance=results("evaluation/acceptance.json"),
         table=results("evaluation/acceptance.csv"),
         speed=results("evaluation/speed.json"),
-        serve=results("evaluation/serve.sh"),
         plots=report(
             expand(results("evaluation/{plot}.png"), plot=PLOTS),
             caption="../docs/captions/evaluation.rst",
@@ -36,7 +35,7 @@ rule evaluate:
         gpu=GPUS,
         launcher="python scripts/evaluate.py" if EVALUATED_BY_SGLANG else launcher("evaluate"),
     params:
-        evaluation=fixed({**cfg["evaluation"], "seed": cfg["drafter"]["seed"]}),
+        evaluation=fixed(evaluation_params()),
         server=fixed(cfg["server"] if EVALUATED_BY_SGLANG else {}),
         drafter=subpath(input.weights, parent=True),
         folder=subpath(output.acceptance, parent=True),

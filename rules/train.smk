@@ -1,4 +1,4 @@
-"""train: the EAGLE-3 drafter, from the shards and the stored hidden states."""
+"""train: the EAGLE-3 drafter, from the shards and the stored hidden states, and the script that serves it."""
 
 
 rule train:
@@ -27,7 +27,7 @@ rule train:
         gpu=GPUS,
         launcher=launcher("train", every_gpu=True),
     params:
-        drafter=fixed(without("drafter", "checkpoint_every")),
+        drafter=fixed(drafter_params()),
         store=STORE,
         folder=subpath(output.config, parent=True),
     shell:
@@ -41,6 +41,33 @@ rule train:
             --tuning {resources.train_tuning:q} \
             --store {params.store:q} \
             --output {params.folder:q} \
+            --provenance {output.provenance:q} \
+            2>&1 | tee {log:q}
+        """
+
+
+rule serve_script:
+    """Beside the weights, because that folder is what is taken away; apart from them, because a server's flag trains nothing."""
+    input:
+        code=code("serve_script"),
+        turn_format=results("target/turn_format.json"),
+    output:
+        serve=results("drafter/serve.sh"),
+        provenance=results("provenance/train/serve_script.json"),
+    log:
+        results("logs/serve_script.log"),
+    conda:
+        "../envs/workflow.yaml"
+    params:
+        evaluation=fixed(only("evaluation", "draft_tokens", "tree")),
+        server=fixed(only("server", "python", "arguments", "environment") if SGLANG else {}),
+    shell:
+        """
+        python scripts/serve_script.py \
+            --turn-format {input.turn_format:q} \
+            --params {params.evaluation:q} \
+            --server {params.server:q} \
+            --output {output.serve:q} \
             --provenance {output.provenance:q} \
             2>&1 | tee {log:q}
         """

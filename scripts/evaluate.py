@@ -21,7 +21,7 @@ import torch
 from eaglet import evaluation_plots, program
 from eaglet.acceptance import Acceptance, by_region, regions_of
 from eaglet.digests import row_seed
-from eaglet.drafter_files import load_drafter
+from eaglet.drafter_files import CONFIG, WEIGHTS, load_drafter
 from eaglet.eagle3 import Eagle3Drafter, initial_drafter
 from eaglet.errors import EvaluationFailed
 from eaglet.files import write_json, write_text
@@ -29,11 +29,12 @@ from eaglet.progress import progress
 from eaglet.proposers import EagleChain, EagleTree, PromptLookup
 from eaglet.provenance import recorded
 from eaglet.records import iter_rows
-from eaglet.served_evaluation import measure_served, serve_script
+from eaglet.served_evaluation import measure_served
 from eaglet.speculative import Decoded, Greedy, NoDraft, Proposer, Sampling, TargetDecoder, decode, replay
 from eaglet.token_sampling import SamplingParams
 from eaglet.turn_format import TurnFormat
 
+LOG = "log.jsonl"  # of the training, where there was one
 # Two kernels may round a sum differently; a larger difference of logits, relative to the largest, is no rounding.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 WARM_UP = 4  # tokens decoded before anything is timed
@@ -57,16 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     output, drafter = Path(options.output), Path(options.drafter)
     files = {
-        name: output / name
-        for name in ("acceptance.json", "acceptance.csv", "speed.json", "serve.sh", *evaluation_plots.NAMES)
+        name: output / name for name in ("acceptance.json", "acceptance.csv", "speed.json", *evaluation_plots.NAMES)
     }
     with recorded(
         options.provenance,
         stage="evaluate",
-        name="evaluate",
+        name=Path(options.provenance or "evaluate").stem,  # the drafter of a share of the rows is a job of its own
         params=options.params,
         inputs={
-            "drafter": sorted(path for path in drafter.iterdir() if path.is_file()),
+            "drafter": [path for name in (CONFIG, WEIGHTS, LOG) if (path := drafter / name).is_file()],
             "manifest": options.manifest,
             "shards": options.shards,
             "turn_format": options.turn_format,
@@ -84,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(files["acceptance.json"], report)
         write_text(files["acceptance.csv"], acceptance_csv(report))
         write_json(files["speed.json"], speed)
-        write_text(files["serve.sh"], serve_script(turn_format.target, drafter, options.params, server))
         evaluation_plots.draw(output, report, speed, training_log(drafter))
         job.count(len(rows), len(rows))
         job.facts.update(speed=speed)
@@ -344,7 +343,7 @@ def speed_report(rows: Sequence[Measured], machine: dict) -> dict:
 
 def training_log(drafter: Path) -> list[dict]:
     """The lines of drafter/log.jsonl; none where the drafter was not trained here."""
-    log = drafter / "log.jsonl"
+    log = drafter / LOG
     return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
 
 

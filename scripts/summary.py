@@ -17,6 +17,7 @@ from eaglet.errors import AuditFailed
 from eaglet.files import read_json
 from eaglet.lineage import Chain, read_chain
 from eaglet.records import iter_tables
+from eaglet.tables import aligned
 
 COLUMNS = ("dataset", "read", "prompts", "generated", "checked", "train", "held out", "tokens", "acceptance")
 
@@ -39,7 +40,7 @@ def summary(run: Path) -> str:
         totals = [sum(cells) if None not in cells else None for cells in list(zip(*rows, strict=True))[1:-1]]
         rows.append(["all", *totals, _length(acceptance.get("all"))])
     report = run / "audit" / "report.html"
-    lines = [*_table([COLUMNS, *rows]), ""]
+    lines = [*aligned([COLUMNS, *rows]), ""]
     if report.is_file():
         lines.append(f"report   {report}")
     else:
@@ -89,20 +90,6 @@ def _acceptance(chain: Chain) -> dict[str, float]:
 
 def _length(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
-
-
-def _table(rows: Sequence[Sequence]) -> list[str]:
-    """Rows of cells as aligned lines, the first row as heading, the first column to the left."""
-    texts = [["–" if c is None else f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in texts
-    ]
-    return [lines[0], "─" * len(lines[0]), *lines[1:]]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from eaglet.errors import RecordError
 from eaglet.files import write_bytes, write_json
 from eaglet.hidden_store import HiddenStore
 from eaglet.provenance import recorded
-from eaglet.records import iter_tables, read_metadata, read_table
+from eaglet.records import iter_rows, iter_tables, read_metadata, read_table
+from eaglet.subset import subset
 from eaglet.target_weights import embedding_and_head, last_layer
 from eaglet.training import Checkpoints, Reader, Sample, Settings, Trainer, Window, compute_dtype, fit, windows
 from eaglet.turn_format import TurnFormat
@@ -32,7 +33,7 @@ from eaglet.turn_format import TurnFormat
 LOG, REPORT = "log.jsonl", "report.json"
 LOW_COVERAGE = 0.9  # of held-out output tokens: below it, the drafter cannot write one token in ten
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-CODE = ("eagle3", "training", "draft_vocab", "target_weights")  # modules whose edit makes a checkpoint stale
+CODE = ("eagle3", "training", "draft_vocab", "subset", "target_weights")  # modules whose edit makes a checkpoint stale
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Data:
     counts: dict[tuple[str, str], np.ndarray]  # (split, dataset) -> int64 [V], how often each output token occurs
     layer_ids: tuple[int, int, int]
     fingerprint: str
+    outside_share: int  # training rows that were left out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with recorded(
             options.provenance,
             stage="train",
-            name="train",
+            name=Path(options.provenance or "train").stem,  # a share of the rows is a job of its own
             params=options.params,
             inputs={name: getattr(options, name) for name in ("manifest", "shards", "indexes", "turn_format")},
             outputs={name: Path(options.output) / name for name in (CONFIG, WEIGHTS, LOG, REPORT)},
@@ -66,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser():
-    parser = program.parser(__doc__, params="the config's drafter section")
+    parser = program.parser(
+        __doc__, params="the config's drafter section, and `row_share` to train on that share of the rows"
+    )
     parser.add_argument("--manifest", required=True, help="shards/manifest.json")
     parser.add_argument(
         "--shards", required=True, nargs="+", metavar="FILE", help="shards/shard-K.parquet, all of them"
@@ -93,7 +97,8 @@ def train(options, accelerator: Accelerator) -> tuple[dict, tuple]:
     params, settings = options.params, Settings.from_params(options.params)
     turn_format = TurnFormat.load(options.turn_format)
     embedding, head = embedding_and_head(turn_format.target)
-    data = read_data(options.shards, options.indexes, turn_format, len(embedding))
+    chosen = chosen_rows(options.shards, settings)
+    data = read_data(options.shards, options.indexes, turn_format, len(embedding), chosen)
     vocab = choose_vocab(data, params.get("draft_vocab_size", 32000))
     config = drafter_config(
         turn_format.target.text_config(),
@@ -146,7 +151,8 @@ def train(options, accelerator: Accelerator) -> tuple[dict, tuple]:
         "processes": accelerator.num_processes,
         "threads": torch.get_num_threads(),
     }
-    total, dropped = sum(report["rows"].values()), report["dropped"]
+    outside = {"outside_share": data.outside_share} if settings.row_share < 1 else {}
+    total, dropped = sum(report["rows"].values()) + data.outside_share, report["dropped"] | outside
     return facts, (total, total - sum(dropped.values()), dropped)
 
 
@@ -161,14 +167,26 @@ def rows_report(data: Data, cut: Mapping[str, Sequence[Sequence[Window]]]) -> di
     }
 
 
-def read_data(shards: Sequence[str], indexes: Sequence[str], turn_format: TurnFormat, vocab_size: int) -> Data:
-    """Samples by split, and token counts by split and dataset.
+def chosen_rows(shards: Sequence[str], settings: Settings) -> set[str]:
+    """The sample_ids of the training rows that are trained on: those of `row_share`."""
+    ids: dict[str, list[str]] = {}
+    for shard in shards:
+        for row in iter_rows(shard, "shard", ["sample_id", "dataset", "split"]):
+            if row["split"] == "train":
+                ids.setdefault(row["dataset"], []).append(row["sample_id"])
+    return subset(ids, settings.row_share, settings.seed)
+
+
+def read_data(
+    shards: Sequence[str], indexes: Sequence[str], turn_format: TurnFormat, vocab_size: int, chosen: set[str]
+) -> Data:
+    """Samples by split, and token counts by split and dataset; of the training rows those that are `chosen`.
 
     Raises RecordError where an index does not belong to its shard, or was made from another target.
     """
     samples: dict[str, list[Sample]] = {"train": [], "heldout": []}
     counts: dict[tuple[str, str], np.ndarray] = {}
-    described = set()
+    described, outside_share = set(), 0
     if len(shards) != len(indexes):
         raise RecordError(
             f"{len(shards)} shards and {len(indexes)} indexes; each shard has one index, in the same order"
@@ -187,12 +205,15 @@ def read_data(shards: Sequence[str], indexes: Sequence[str], turn_format: TurnFo
                         f"{path}: row {at} is {listed['sample_id']} with {listed['tokens']} tokens, in {shard} it is "
                         f"{row['sample_id']} with {length}; run hidden_states again"
                     )
+                at += 1
+                if row["split"] == "train" and row["sample_id"] not in chosen:
+                    outside_share += 1
+                    continue
                 samples[row["split"]].append(Sample(listed["key"], len(row["prompt_ids"]), length))
                 group = row["split"], row["dataset"]
                 if group not in counts:
                     counts[group] = np.zeros(vocab_size, dtype=np.int64)
                 np.add.at(counts[group], row["output_ids"], 1)
-                at += 1
         if at != len(index):
             raise RecordError(f"{path}: {len(index)} rows, {shard} has {at}; run hidden_states again")
     if len(described) != 1 or next(iter(described))[0] != turn_format.fingerprint:
@@ -201,7 +222,7 @@ def read_data(shards: Sequence[str], indexes: Sequence[str], turn_format: TurnFo
             f"the hidden indexes were made from {found}; expected one, of target {turn_format.fingerprint[:12]}; "
             "run hidden_states again"
         )
-    return Data(samples, counts, next(iter(described))[1], turn_format.fingerprint)
+    return Data(samples, counts, next(iter(described))[1], turn_format.fingerprint, outside_share)
 
 
 def choose_vocab(data: Data, size: int) -> DraftVocab:

@@ -14,6 +14,7 @@ import torch
 import audit
 import merge
 import prompts
+import serve_script
 from eaglet import journal
 from eaglet.config import checked_config
 from eaglet.digests import hidden_key
@@ -64,6 +65,7 @@ def build_synthetic_run(
     for k in range(shards):
         _hidden_states(k)
     _train(shards)
+    _serve_script()
     _evaluate(list(datasets), shards)
     return RUN
 
@@ -263,9 +265,14 @@ def _curve(step: int) -> dict[str, float]:
     return {"loss": 4 * np.exp(-step / 12) + 1, "accuracy": 0.2 * (1 - np.exp(-step / 12))}
 
 
+def _serve_script() -> None:
+    files = {"turn-format": "target/turn_format.json", "output": "drafter/serve.sh"}
+    _run(serve_script.main, "train/serve_script", files, "--params", '{"draft_tokens": 4}')
+
+
 def _evaluate(datasets: list[str], shards: int) -> None:
     inputs = {
-        "drafter": RUN / "drafter",
+        "drafter": [RUN / "drafter" / name for name in ("config.json", "model.safetensors", "log.jsonl")],
         "manifest": RUN / "shards/manifest.json",
         "shards": [RUN / f"shards/shard-{k}.parquet" for k in range(shards)],
     }

@@ -27,7 +27,7 @@ def test_an_untouched_run_passes(demo_run, capsys):
     said = verify(capsys)
     assert said["holds"]
     assert said["checked"] == {
-        "jobs": 12, "files": said["checked"]["files"], "prompts": 21, "raw": 21, "checked": 19, "shards": 19, "hidden": 19
+        "jobs": 13, "files": said["checked"]["files"], "prompts": 21, "raw": 21, "checked": 19, "shards": 19, "hidden": 19
     }  # fmt: skip
 
 
@@ -47,6 +47,7 @@ KINDS = {
     "hidden states": "results/store/hidden/*/*.safetensors",
     "drafter": "results/demo/drafter/model.safetensors",
     "training log": "results/demo/drafter/log.jsonl",
+    "serving script": "results/demo/drafter/serve.sh",
     "acceptance": "results/demo/evaluation/acceptance.json",
     "provenance of target": "results/demo/provenance/target/turn_format.json",
     "provenance of generate": "results/demo/provenance/generate/notes.json",

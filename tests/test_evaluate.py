@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from eaglet.turn_format import Marker, ToolMarkers, TurnFormat
 from tiny_shard import build_tiny_shard, tiny_turn_format
 
 PARAMS = {"draft_tokens": 3, "max_new_tokens": 20, "min_acceptance": None, "speed_rows": 1, "seed": 0}
-DETERMINISTIC = ("acceptance.json", "acceptance.csv", "serve.sh", "acceptance.png", "positions.png", "training.png")
+DETERMINISTIC = ("acceptance.json", "acceptance.csv", "acceptance.png", "positions.png", "training.png")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,14 @@ def test_the_figures_of_a_run(tmp_path, shard, drafter):
     assert {(line["drafter"], line["region"]) for line in lines} >= {("trained", "all"), ("untrained", "all")}
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in evaluate.evaluation_plots.NAMES)
     assert json.loads((folder / "provenance.json").read_text())["facts"]["speed"] == speed
+
+
+def test_what_lies_beside_the_weights_is_no_input(tmp_path, shard, drafter):
+    shutil.copytree(drafter, tmp_path / "drafter")
+    (tmp_path / "drafter" / "serve.sh").write_text("exec true\n")
+    job = json.loads((run(tmp_path, shard, tmp_path / "drafter") / "provenance.json").read_text())
+    read = [Path(entry["path"]).name for entry in job["inputs"] if entry["role"] == "drafter"]
+    assert read == ["config.json", "model.safetensors", "log.jsonl"]
 
 
 def test_two_runs_differ_in_speed_alone(tmp_path, shard, drafter):

@@ -58,7 +58,7 @@ def test_the_checker_would_notice(folder, without_network, tmp_path):
 def test_says_what_each_job_read_and_wrote(folder, audited_run):
     crate = ROCrate(folder)
     actions = {entity["name"]: entity for entity in crate.get_entities() if entity.type == "CreateAction"}
-    assert len(actions) == 12
+    assert len(actions) == 13
     action = actions["validate notes"]
     assert [file["name"] for file in action["object"]] == [
         "results/demo/raw/notes.parquet",

@@ -1,7 +1,6 @@
-"""Evaluation through SGLang, with a scripted server in its place: counts, comparison, and the script that serves."""
+"""Evaluation through SGLang, with a scripted server in its place: counts and comparison."""
 
 import json
-import shlex
 from contextlib import contextmanager
 
 import pytest
@@ -9,8 +8,6 @@ import pytest
 import evaluate
 from eaglet import served_evaluation
 from eaglet.errors import EvaluationFailed
-from eaglet.served_evaluation import eagle_arguments, serve_script
-from eaglet.targets import Target
 from tiny_shard import build_tiny_shard
 
 PARAMS = {"draft_tokens": 3, "max_new_tokens": 8, "seed": 0, "min_acceptance": None, "tree": None}
@@ -65,26 +62,3 @@ def test_acceptance_is_what_sglang_counted(run):
 def test_a_server_without_its_drafter_fails_the_run(run):
     with pytest.raises(EvaluationFailed, match="runs without the drafter"):
         run({"e2e_latency": 1})
-
-
-def test_the_flags_count_the_known_token_as_sglang_does():
-    assert eagle_arguments("d", PARAMS)["speculative-num-draft-tokens"] == 4
-    tree = eagle_arguments("d", {**PARAMS, "tree": {"branches": 4, "tokens": 15}})
-    assert (tree["speculative-eagle-topk"], tree["speculative-num-draft-tokens"]) == (4, 16)
-
-
-def test_the_script_serves_the_target_with_its_drafter():
-    server = {
-        "python": "/opt/my env/python",
-        "arguments": {"tensor-parallel-size": 8, "enable-metrics": True, "enable-mixed-chunk": False},
-        "environment": {"NCCL_DEBUG": "WARN"},
-    }
-    script = serve_script(
-        Target("moonshotai/Kimi-K2.5", revision="a" * 40, trust_remote_code=True), "run/drafter", PARAMS, server
-    )
-    words = shlex.split(script[script.index("exec") :])
-    assert words[1:4] == ["/opt/my env/python", "-m", "sglang.launch_server"]
-    assert words[words.index("--speculative-draft-model-path") + 1] == "run/drafter"
-    assert words[words.index("--tensor-parallel-size") + 1] == "8" and "--enable-metrics" in words
-    assert "--enable-mixed-chunk" not in words and "export NCCL_DEBUG=WARN\n" in script
-    assert not any("reasoning" in word for word in words)

@@ -20,6 +20,7 @@ from eaglet.errors import RecordError, StoreError, TrainingFailed
 from eaglet.files import read_json
 from eaglet.hidden_store import HiddenStore
 from eaglet.records import RecordWriter, iter_rows, read_metadata, read_table
+from eaglet.subset import subset
 from eaglet.training import Sample, Trainer, Window, epoch_steps, learning_rate, packed, share, windows
 from tiny_shard import build_tiny_shard
 
@@ -210,6 +211,24 @@ def test_long_rows_are_cut_into_windows_and_counted(inputs, tmp_path):
     report = read_json(run(inputs, tmp_path, max_length=32, epochs=1) / "report.json")
     assert report["rows_cut_into_windows"]["train"] > 0
     assert report["windows"]["train"] > report["rows"]["train"]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_a_share_of_the_rows_trains_on_that_share_with_a_vocabulary_and_checkpoints_of_its_own(
+    inputs, trained, tmp_path, share
+):
+    report = read_json(run(inputs, tmp_path, row_share=share) / "report.json")
+    whole = read_json(trained / "report.json")
+    rows = [r for r in iter_rows(inputs / "shards" / "shard-0.parquet", "shard") if r["split"] == "train"]
+    ids = {name: [r["sample_id"] for r in rows if r["dataset"] == name] for name in ("lists", "chats")}
+    kept = [r for r in rows if r["sample_id"] in subset(ids, share, PARAMS["seed"])]
+    assert report["rows"] == {"train": len(kept), "heldout": whole["rows"]["heldout"]}
+    assert report["draft_vocab"]["distinct_output_tokens"] == len({t for r in kept for t in r["output_ids"]})
+    assert report["tokens"]["heldout"] == whole["tokens"]["heldout"]
+    provenance = read_json(tmp_path / "provenance.json")
+    left_out = {"no_target": 0, "outside_share": len(rows) - len(kept)}
+    assert provenance["rows"]["dropped"] == left_out and provenance["rows"]["in"] == 12
+    assert provenance["facts"]["resumed_from_step"] == 0, "a checkpoint of all rows is another training's"
 
 
 @pytest.mark.parametrize("convention", [{"outside_vocabulary": "drop"}, {"skip_first_target": True}])

@@ -78,7 +78,7 @@ class Workflow:
     def snakemake(self, *arguments: str, timeout: float = 300) -> Run:
         """Run Snakemake on the present config; never raises on failure: look at `status` and `output`."""
         (self.folder / "trial.yaml").write_text(yaml.safe_dump(self.config))
-        command = [sys.executable, "-m", "snakemake", "--cores", "2", "--configfile", "trial.yaml", *arguments]
+        command = [sys.executable, "-m", "snakemake", "--configfile", "trial.yaml", "--cores", "2", *arguments]
         done = subprocess.run(
             command,
             cwd=self.folder,

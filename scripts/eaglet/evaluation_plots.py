@@ -6,6 +6,7 @@ Drawn from the figures alone, so the same figures give the same bytes.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from eaglet.files import atomic_path
@@ -19,11 +20,17 @@ def draw(folder: str | Path, acceptance: Mapping, speed: Mapping, log: Sequence[
     """Write the plots.  acceptance, speed: the contents of acceptance.json and speed.json; log: lines of drafter/log.jsonl."""
     figures = (_acceptance(acceptance), _positions(acceptance), _speed(speed), _training(log))
     for name, figure in zip(NAMES, figures, strict=True):
-        with atomic_path(Path(folder) / name) as temporary:
-            figure.savefig(temporary, format="png", dpi=120, metadata={"Software": None})
+        save(figure, Path(folder) / name)
 
 
-def _axes(title: str, x: str, y: str):
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure as PNG, without what would differ from run to run."""
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120, metadata={"Software": None})
+
+
+def new_axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    """A figure of the house's look, and its axes with these labels."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     axes.set(title=title, xlabel=x, ylabel=y)
@@ -43,7 +50,7 @@ def _bars(axes, groups: Sequence[str], series: Mapping[str, Sequence[float | Non
 
 
 def _acceptance(report: Mapping) -> Figure:
-    figure, axes = _axes("Acceptance length", "", "tokens per verification")
+    figure, axes = new_axes("Acceptance length", "", "tokens per verification")
     groups = [*report["datasets"].values(), report]
     series = {"trained": [g["acceptance_length"] for g in groups]}
     for name in report["baselines"]:
@@ -54,7 +61,7 @@ def _acceptance(report: Mapping) -> Figure:
 
 
 def _positions(report: Mapping) -> Figure:
-    figure, axes = _axes("Accepted share by draft position", "draft position", "share of verifications")
+    figure, axes = new_axes("Accepted share by draft position", "draft position", "share of verifications")
     for number, (name, figures) in enumerate([*report["datasets"].items(), ("all", report)]):
         shares = figures["accepted_share"]
         style = {"color": "black", "linestyle": "--"} if name == "all" else {"color": COLOURS[number % len(COLOURS)]}
@@ -67,7 +74,7 @@ def _positions(report: Mapping) -> Figure:
 
 def _speed(speed: Mapping) -> Figure:
     title = f"Speed with and without the drafter: {speed['speedup']}× ({speed['where']})"
-    figure, axes = _axes(title, "", "tokens per second")
+    figure, axes = new_axes(title, "", "tokens per second")
     axes.title.set_fontsize(10)
     groups = speed.get("batches") or {**speed["datasets"], "all": speed}
     series = {
@@ -79,7 +86,7 @@ def _speed(speed: Mapping) -> Figure:
 
 
 def _training(log: Sequence[Mapping]) -> Figure:
-    figure, axes = _axes("Training: loss and accuracy of the first step", "optimizer step", "cross-entropy")
+    figure, axes = new_axes("Training: loss and accuracy of the first step", "optimizer step", "cross-entropy")
     right = axes.twinx()
     right.set_ylabel("accuracy")
     right.set_ylim(0, 1)

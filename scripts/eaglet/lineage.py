@@ -127,6 +127,7 @@ def expected_jobs(config: Mapping) -> Iterator[tuple[str, str]]:
         yield from ((stage, dataset) for dataset in sorted(config["datasets"]))
     yield "merge", "merge"
     yield from (("hidden_states", f"shard-{k}") for k in range(config["shards"]["count"]))
+    yield "train", "serve_script"
     yield "train", "train"
     yield "evaluate", "evaluate"
 

@@ -24,6 +24,7 @@ MEDIA_TYPES = {
     ".jsonl": "application/jsonl",
     ".parquet": "application/vnd.apache.parquet",
     ".png": "image/png",
+    ".sh": "application/x-sh",
     ".whl": "application/zip",
 }
 

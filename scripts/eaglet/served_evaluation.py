@@ -4,7 +4,6 @@ Acceptance comes from SGLang's own counts in each answer's meta_info, so it is t
 the two servers are compared; they are not judged, since a batch on a GPU rounds differently with every batch size.
 """
 
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,48 +12,10 @@ from typing import Any
 from eaglet.client import Client
 from eaglet.errors import EvaluationFailed
 from eaglet.progress import progress
+from eaglet.serve_script import eagle_arguments
 from eaglet.sglang_server import in_flight, served
-from eaglet.targets import Target
 
 BATCH_SIZES = (1, 4, 16)
-
-
-def eagle_arguments(drafter: str | Path, params: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang's flags for a drafter and the config's evaluation section.  Its draft tokens include the last known one."""
-    tree = params.get("tree") or {"branches": 1, "tokens": params["draft_tokens"]}
-    return {
-        "speculative-algorithm": "EAGLE3",  # with EAGLE it accepts nothing, and shows no error
-        "speculative-draft-model-path": str(drafter),
-        "speculative-num-steps": params["draft_tokens"],
-        "speculative-eagle-topk": tree["branches"],
-        "speculative-num-draft-tokens": tree["tokens"] + 1,
-    }
-
-
-def serve_script(target: Target, drafter: str | Path, params: Mapping[str, Any], server: Mapping[str, Any]) -> str:
-    """A shell script that serves the target with the drafter: serve.sh [MORE SGLANG FLAGS]."""
-    flags: dict[str, Any] = {"model-path": target.model}
-    flags |= {"revision": target.revision} if target.revision else {}
-    flags |= {"trust-remote-code": True} if target.trust_remote_code else {}
-    flags |= {"chat-template": target.chat_template} if target.chat_template else {}
-    flags |= {**server.get("arguments", {}), **eagle_arguments(drafter, params)}
-    lines = [f"export {name}={shlex.quote(str(value))}\n" for name, value in server.get("environment", {}).items()]
-    words = []
-    for name, value in flags.items():
-        if value is not None and value is not False:
-            values = [] if value is True else value if isinstance(value, list) else [value]
-            words.append(" ".join([f"--{name.replace('_', '-')}", *(shlex.quote(str(v)) for v in values)]))
-    command = " \\\n  ".join(
-        [f"exec {shlex.quote(server.get('python', 'python'))} -m sglang.launch_server", *words, '"$@"']
-    )
-    return "".join(
-        [
-            "#!/usr/bin/env bash\n# Serve the target with its drafter: serve.sh [MORE SGLANG FLAGS]\n",
-            *lines,
-            command,
-            "\n",
-        ]
-    )
 
 
 def measure_served(

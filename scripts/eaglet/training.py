@@ -32,7 +32,10 @@ READ_AHEAD = 2  # micro-batches
 
 @dataclass(frozen=True)
 class Settings:
-    """The drafter section of the config, without the drafter's sizes; meanings and limits in config/schema.yaml."""
+    """The drafter section of the config, without the drafter's sizes; meanings and limits in config/schema.yaml.
+
+    Only the learning curve sets `row_share`, the share of the training rows that is trained on.
+    """
 
     ttt_steps: int = 7
     step_weight_decay: float = 0.8
@@ -49,6 +52,7 @@ class Settings:
     skip_first_target: bool = False
     start: str = "target"
     seed: int = 0
+    row_share: float = 1.0
 
     @classmethod
     def from_params(cls, params: dict) -> "Settings":

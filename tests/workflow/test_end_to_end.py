@@ -11,7 +11,8 @@ pytestmark = pytest.mark.workflow
 
 def test_every_stage_runs_and_a_second_run_has_nothing_to_do(finished):
     assert finished.first.stages() == {
-        "turn_format", "prompts", "generate", "validate", "merge", "hidden_states", "train", "evaluate", "audit",
+        "turn_format", "prompts", "generate", "validate", "merge", "hidden_states", "train", "serve_script", "evaluate",
+        "audit",
     }  # fmt: skip
     again = finished.run()
     assert again.jobs == [] and "Nothing to be done" in again.output

@@ -83,13 +83,13 @@ def test_sampling_settings_ask_for_every_row_again(finished):
 def test_the_target_makes_everything_new_but_the_prompts(finished):
     config = finished.folder / "model" / "generation_config.json"
     config.write_text(config.read_text().replace('"bos_token_id": 1', '"bos_token_id": 0'))
-    assert stages(planned(finished)) == {"turn_format", *AFTER_GENERATE}
+    assert stages(planned(finished)) == {"turn_format", "serve_script", *AFTER_GENERATE}
 
 
 def test_a_chat_template_makes_everything_new_but_the_prompts(finished):
     shutil.copy(finished.folder / "model" / "chat_template.jinja", finished.folder / "other.jinja")
     finished.config["target"]["chat_template"] = "other.jinja"
-    assert stages(planned(finished)) == {"turn_format", *AFTER_GENERATE}
+    assert stages(planned(finished)) == {"turn_format", "serve_script", *AFTER_GENERATE}
 
 
 def test_a_validation_rule_starts_at_validate(finished):
@@ -114,6 +114,16 @@ def test_other_layers_capture_every_row_and_generate_none(finished):
 def test_drafter_settings_start_at_train(finished):
     finished.config["drafter"]["epochs"] = 2
     assert stages(planned(finished)) == {"train", "evaluate", "audit"}
+
+
+def test_draft_tokens_write_the_serving_script_and_measure_again_but_train_nothing(finished):
+    finished.config["evaluation"]["draft_tokens"] = 3
+    assert stages(planned(finished)) == {"serve_script", "evaluate", "audit"}
+
+
+def test_other_evaluation_settings_only_measure_again(finished):
+    finished.config["evaluation"]["speed_rows"] = 1
+    assert stages(planned(finished)) == {"evaluate", "audit"}
 
 
 def test_tuning_costs_nothing(finished):
