@@ -35,6 +35,9 @@ GPUS = cfg["resources"]["gpu"]
 SERVER_SEMANTICS = ["engine", "arguments", "environment", "context_length", "python"]
 SERVER_TUNING = ["start_timeout", "gpu_timeout", "hang_timeout", "restarts", "linger", "max_in_flight"]
 CLIENT_TUNING = ["max_in_flight", "request_timeout", "give_up_after", "render_samples"]
+# A job that starts an SGLang of its own takes these; the other keys are of servers that datasets share.
+OWN_SERVER = ["engine", "python", "arguments", "environment"]
+OWN_SERVER_TUNING = ["start_timeout", "max_in_flight", "request_timeout", "give_up_after"]
 PLOTS = ["acceptance", "positions", "speed", "training"]
 EXPORTS = ["specforge-offline", "specforge-online", "speculators"]
 

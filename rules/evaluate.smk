@@ -32,11 +32,12 @@ rule evaluate:
         "../envs/workflow.yaml"
     threads: cfg["resources"]["threads"]
     resources:
+        server_tuning=as_json(only("server", *OWN_SERVER_TUNING)),
         gpu=GPUS,
         launcher="python scripts/evaluate.py" if EVALUATED_BY_SGLANG else launcher("evaluate"),
     params:
         evaluation=fixed(evaluation_params()),
-        server=fixed(cfg["server"] if EVALUATED_BY_SGLANG else {}),
+        server=fixed(only("server", *OWN_SERVER) if EVALUATED_BY_SGLANG else {}),
         drafter=subpath(input.weights, parent=True),
         folder=subpath(output.acceptance, parent=True),
     shell:
@@ -48,6 +49,7 @@ rule evaluate:
             --turn-format {input.turn_format:q} \
             --params {params.evaluation:q} \
             --server {params.server:q} \
+            --server-tuning {resources.server_tuning:q} \
             --output {params.folder:q} \
             --provenance {output.provenance:q} \
             2>&1 | tee {log:q}

@@ -22,12 +22,13 @@ rule hidden_states:
     threads: cfg["resources"]["threads"]
     resources:
         hidden_tuning=as_json(only("hidden_states", "batch_tokens") | only("sampling", "temperature")),
+        server_tuning=as_json(only("server", *OWN_SERVER_TUNING)),
         gpu=GPUS,
         # SGLang takes the GPUs itself, so its job must not hold them.
         launcher="python scripts/hidden_states.py" if SGLANG_STATES else launcher("hidden_states"),
     params:
         hidden_states=fixed(without("hidden_states", "batch_tokens")),
-        server=fixed(cfg["server"] if SGLANG_STATES else {}),
+        server=fixed(only("server", *OWN_SERVER) if SGLANG_STATES else {}),
         store=STORE,
     shell:
         """
@@ -37,6 +38,7 @@ rule hidden_states:
             --params {params.hidden_states:q} \
             --tuning {resources.hidden_tuning:q} \
             --server {params.server:q} \
+            --server-tuning {resources.server_tuning:q} \
             --store {params.store:q} \
             --index {output.index:q} \
             --report {output.report:q} \

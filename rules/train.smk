@@ -60,7 +60,7 @@ rule serve_script:
         "../envs/workflow.yaml"
     params:
         evaluation=fixed(only("evaluation", "draft_tokens", "tree")),
-        server=fixed(only("server", "python", "arguments", "environment") if SGLANG else {}),
+        server=fixed(only("server", *OWN_SERVER) if SGLANG else {}),
     shell:
         """
         python scripts/serve_script.py \

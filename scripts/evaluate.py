@@ -73,10 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
         outputs={name.replace(".", "_"): path for name, path in files.items()},
     ) as job:
-        rows, turn_format, server = heldout_rows(options.shards), TurnFormat.load(options.turn_format), options.server
-        if server.get("engine") == "sglang":
+        rows, turn_format = heldout_rows(options.shards), TurnFormat.load(options.turn_format)
+        if options.server.get("engine") == "sglang":
             log = drafter.parent / "logs" / "evaluate.sglang.log"
             log.parent.mkdir(exist_ok=True)
+            server = {**options.server, **options.server_tuning}
             report, speed = measure_served(rows, drafter, options.turn_format, options.params, server, log)
         else:
             measured, machine = measure(rows, drafter, turn_format, options.params)
@@ -98,13 +99,7 @@ def _parser():
     parser.add_argument("--manifest", required=True, help="shards/manifest.json")
     parser.add_argument("--shards", required=True, nargs="+", help="shards/shard-K.parquet, all of them")
     parser.add_argument("--turn-format", required=True, help="target/turn_format.json")
-    parser.add_argument(
-        "--server",
-        type=program.json_object,
-        default={},
-        metavar="JSON",
-        help="the config's server section; with engine sglang the evaluation goes through SGLang (default: transformers)",
-    )
+    program.add_server_options(parser)
     parser.add_argument("--output", required=True, help="evaluation/, the folder to write")
     return parser
 

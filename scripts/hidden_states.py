@@ -86,12 +86,7 @@ def _parser():
         help="what changes no key: batch_tokens (tokens of one pass), temperature (of the sampling; 0 makes the program "
         "insist that the written tokens are the target's most likely ones)",
     )
-    parser.add_argument(
-        "--server",
-        type=program.json_object,
-        metavar="JSON",
-        help="for backend sglang: the config's server section (python, arguments, environment, and timeouts)",
-    )
+    program.add_server_options(parser)
     parser.add_argument("--store", default="results/store", help="folder that all runs share")
     parser.add_argument("--index", required=True, help="hidden/shard-K.index.parquet, to write")
     parser.add_argument("--report", required=True, help="hidden/shard-K.report.json, to write")
@@ -206,23 +201,24 @@ def capture_with_sglang(
     from eaglet.sglang_states import LAST, Staging, aux_arguments, states
     from eaglet.target_weights import embedding_and_head
 
-    if options.server is None:
+    if not options.server:
         raise ConfigError("hidden_states.backend: sglang needs --server, the config's server section")
+    server = {**options.server, **options.server_tuning}
     architecture, hidden_size = turn_format.architecture, turn_format.hidden_size
     arguments = aux_arguments(described["layers"], turn_format.num_layers, architecture)
     dtype = DTYPES[described["dtype"]] if not described["dtype"].startswith("float8") else torch.bfloat16
-    log, at_once = Path(options.store) / "logs" / "hidden_states.sglang.log", options.server.get("max_in_flight", 32)
+    log, at_once = Path(options.store) / "logs" / "hidden_states.sglang.log", server.get("max_in_flight", 32)
     log.parent.mkdir(parents=True, exist_ok=True)
     rows, staging = sorted(missing, key=lambda row: -len(row.token_ids)), Staging(store)
     longest = len(rows[0].token_ids)
     if unstaged := [row for row in rows if not staging.has(row.key)]:
-        with served(options.turn_format, options.server, arguments, log, longest=longest) as client:
+        with served(options.turn_format, server, arguments, log, longest=longest) as client:
             found = in_flight(lambda row: states(client, row.token_ids, 3 * hidden_size), unstaged, at_once)
             for row, aux in progress(found, total=len(unstaged), what="auxiliary layers from SGLang"):
                 staging.write(row.key, aux.to(dtype))
     matrix = embedding_and_head(turn_format.target)[1].float()
     digests = {}
-    with served(options.turn_format, options.server, LAST, log, longest=longest) as client:
+    with served(options.turn_format, server, LAST, log, longest=longest) as client:
         found = in_flight(lambda row: states(client, row.token_ids, hidden_size), rows, at_once)
         for row, last in progress(found, total=len(rows), what="last states from SGLang"):
             agreement = argmax_agreement(lambda x: torch.nn.functional.linear(x, matrix), row, last)

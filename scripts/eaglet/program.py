@@ -25,6 +25,16 @@ def parser(description: str | None, *, params: str | None = None) -> argparse.Ar
     return made
 
 
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Of a program that may start an SGLang of its own: `--server` and `--server-tuning`, both parts of one section."""
+    parts = {
+        "--server": "the config's server section: engine, python, arguments, environment",
+        "--server-tuning": "of the same section what changes no result: time-outs, max_in_flight",
+    }
+    for flag, what in parts.items():
+        parser.add_argument(flag, type=json_object, default={}, metavar="JSON", help=what)
+
+
 def json_object(text: str) -> dict:
     """For argparse: a JSON object given as text."""
     try:
