@@ -1,6 +1,7 @@
 """The checkpoint has exactly the keys, shapes and config that SGLang and vLLM load, and is read back as written."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,22 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, LlamaConfig
 
 from eaglet.drafter_files import drafter_config, load_drafter, save_drafter
-from eaglet.eagle3 import Eagle3Config, Eagle3Drafter
+from eaglet.eagle3 import Eagle3Drafter
 from eaglet.errors import RecordError, TargetError
+from small_drafter import SMALL
 
-CONFIG = Eagle3Config(
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=50,
-    draft_vocab_size=20,
-    rms_norm_eps=1e-5,
-    rope_theta=500000.0,
-    max_position_embeddings=64,
-    layer_ids=(2, 4, 5),
-)
+CONFIG = replace(SMALL, rope_theta=500000.0)
 # As a table of the format, and not as the code derives it: H 16, Ht 16, 4 heads and 2 key-value heads of 8, I 24, Vd 20, V 50.
 FORMAT = {
     "fc.weight": [16, 48],

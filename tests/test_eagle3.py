@@ -4,26 +4,14 @@ import pytest
 import torch
 
 from eaglet import eagle3
-from eaglet.eagle3 import Batch, Eagle3Config, Eagle3Drafter, Row, counted_targets
+from eaglet.eagle3 import Batch, Eagle3Drafter, Row, counted_targets
 from plain_eagle3 import plain_losses
+from small_drafter import SMALL
 
 STEPS = 4
-CONFIG = Eagle3Config(
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=50,
-    draft_vocab_size=20,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    max_position_embeddings=64,
-    layer_ids=(2, 4, 5),
-)
 
 
-def make_drafter(config=CONFIG, seed=0):
+def make_drafter(config=SMALL, seed=0):
     torch.manual_seed(seed)
     drafter = Eagle3Drafter(config, torch.randn(config.vocab_size, config.hidden_size))
     for p in drafter.parameters():
@@ -32,7 +20,7 @@ def make_drafter(config=CONFIG, seed=0):
     return drafter
 
 
-def make_row(prompt, output, config=CONFIG, seed=0, start=0):
+def make_row(prompt, output, config=SMALL, seed=0, start=0):
     random = torch.Generator().manual_seed(seed)
     h, length = config.hidden_size, prompt + output
     return Row(
@@ -44,7 +32,7 @@ def make_row(prompt, output, config=CONFIG, seed=0, start=0):
     )
 
 
-def make_head(config=CONFIG, seed=5):
+def make_head(config=SMALL, seed=5):
     return torch.randn(config.draft_vocab_size, config.hidden_size, generator=torch.Generator().manual_seed(seed))
 
 
@@ -68,7 +56,7 @@ def small_blocks(monkeypatch):
     """Attention and loss in the smallest blocks, so that a row takes several."""
     monkeypatch.setattr(eagle3, "LEAST_QUERIES", 3)
     monkeypatch.setattr(eagle3, "SCORES_AT_ONCE", {"cpu": 1})
-    monkeypatch.setattr(eagle3, "LOGITS_AT_ONCE", {"cpu": 4 * STEPS * CONFIG.draft_vocab_size})
+    monkeypatch.setattr(eagle3, "LOGITS_AT_ONCE", {"cpu": 4 * STEPS * SMALL.draft_vocab_size})
 
 
 @pytest.mark.parametrize("blocks", ["one", "many"])
@@ -158,7 +146,7 @@ def test_agreements_count_where_the_best_tokens_are_equal():
         losses = drafter(batch, make_head(), weights_of(batch))
         assert (losses.agreements <= 8).all() and (losses.agreements >= 0).all()
         drafter.lm_head.weight.zero_()  # all logits equal: the first is the best
-        head = torch.zeros(CONFIG.draft_vocab_size, CONFIG.hidden_size)
+        head = torch.zeros(SMALL.draft_vocab_size, SMALL.hidden_size)
         assert drafter(batch, head, weights_of(batch)).agreements.tolist() == [8] * STEPS
 
 

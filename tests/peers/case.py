@@ -6,6 +6,7 @@ case/ holds the drafter's config.json and model.safetensors, and inputs.safetens
 the rows' tokens and states.  Two rows of different lengths, so that padding and packing take part.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,21 +28,10 @@ def rows(inputs: dict[str, torch.Tensor] | None = None) -> list[dict]:
 
 def write() -> None:
     from eaglet.drafter_files import save_drafter
-    from eaglet.eagle3 import Eagle3Config, Eagle3Drafter
+    from eaglet.eagle3 import Eagle3Drafter
+    from small_drafter import SMALL
 
-    config = Eagle3Config(
-        hidden_size=16,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        vocab_size=50,
-        draft_vocab_size=20,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position_embeddings=64,
-        layer_ids=(2, 4, 5),
-    )
+    config = replace(SMALL, head_dim=4)
     random = torch.Generator().manual_seed(0)
     embedding = torch.randn(50, 16, generator=random)
     drafter = Eagle3Drafter(config, embedding)
@@ -61,5 +51,6 @@ def write() -> None:
 if __name__ == "__main__":
     import sys
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:0] = [str(root / "scripts"), str(root / "tests")]
     write()
