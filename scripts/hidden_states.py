@@ -4,7 +4,6 @@ Each row's states lie in the store under a key of the target, the layers, the dt
 the keys in the shard's order.  Only rows that the store lacks are captured; if it lacks none, no model is loaded.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +23,7 @@ from eaglet.provenance import recorded
 from eaglet.records import RecordWriter, iter_rows
 from eaglet.turn_format import TurnFormat
 
-CHECKED_POSITIONS = 32  # of each row, where the written token is compared with the target's most likely one
+CHECKED_POSITIONS = 8  # of each row, where the written token is compared with the target's most likely one
 GREEDY_SHARE = 0.9  # of them must agree where sampling was greedy; a server in bfloat16 turns some near ties around
 SPARE_BYTES = 1 << 30  # of the disk that a capture leaves free
 PENDING_WRITES = 8
@@ -155,12 +154,12 @@ def refuse_changed_target(turn_format: TurnFormat) -> None:
 def capture(forward: HiddenForward, store: HiddenStore, missing: Sequence[Row], described: dict) -> dict[str, str]:
     """Capture the rows and store each as soon as its pass is done; returns key -> SHA-256.
 
-    Files are written by a thread beside the passes, at most `PENDING_WRITES` behind.
+    On a GPU files are written by a thread beside the passes, at most `PENDING_WRITES` behind; on a CPU the passes have all
+    cores, and such a thread would only disturb them.
     """
     middle = sorted(missing, key=lambda row: (len(row.token_ids), row.key))[len(missing) // 2]
-    forward.check(middle.token_ids)
+    pace = forward.check(middle.token_ids)
     tokens = sum(len(row.token_ids) for row in missing)
-    pace = tokens_per_second(forward, middle.token_ids)
     print(f"about {tokens / pace:,.0f} s at {pace:,.0f} tokens/s", flush=True)
     digests: dict[str, str] = {}
     pending: deque[tuple[str, Future[str]]] = deque()
@@ -172,8 +171,11 @@ def capture(forward: HiddenForward, store: HiddenStore, missing: Sequence[Row], 
             for number, aux, last in batch:
                 row = missing[number]
                 metadata = {**described, "argmax": argmax_agreement(forward.head, row, last)}
-                write = writer.submit(store.write, row.key, row.token_ids, aux.cpu(), last.cpu(), metadata)
-                pending.append((row.key, write))
+                made = (row.key, row.token_ids, aux.cpu(), last.cpu(), metadata)
+                if forward.device == "cpu":
+                    digests[row.key] = store.write(*made)
+                else:
+                    pending.append((row.key, writer.submit(store.write, *made)))
                 bar.update(len(row.token_ids))
             while len(pending) > PENDING_WRITES:
                 key, write = pending.popleft()
@@ -181,16 +183,6 @@ def capture(forward: HiddenForward, store: HiddenStore, missing: Sequence[Row], 
         digests.update((key, write.result()) for key, write in pending)
     forward.close()
     return digests
-
-
-def tokens_per_second(forward: HiddenForward, token_ids: list[int]) -> float:
-    """The pace of one (warm) pass as large as the passes to come."""
-    rows = [token_ids] * max(1, forward.batch_tokens // len(token_ids))
-    begun = time.monotonic()
-    forward.states(rows)
-    if forward.device == "cuda":
-        torch.cuda.synchronize()
-    return len(rows) * len(token_ids) / (time.monotonic() - begun)
 
 
 def capture_with_sglang(

@@ -9,6 +9,7 @@ pass can change the last bits of a matrix product.  On a CPU, where one row fill
 its own pass and its states depend on nothing else; on a GPU passes are filled up to a token budget.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -108,14 +109,20 @@ class HiddenForward:
             yield [(i, aux, last) for i, (aux, last) in zip(batch, states, strict=True)]
 
     @torch.inference_mode()
-    def check(self, token_ids: Sequence[int]) -> None:
+    def check(self, token_ids: Sequence[int]) -> float:
         """Compare the hooks with what the model itself reports for one row.  Raises TargetError where they differ.
 
-        Covers a wrapper that changes hidden states between decoder and head, and layers in another order.
+        Covers a wrapper that changes hidden states between decoder and head, and layers in another order.  Returns the tokens per
+        second of a pass as large as those to come.
         """
         ids = torch.tensor([list(token_ids)], device=self.device)
         own = self.model(input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-        ((aux, last),) = self.states([token_ids])
+        rows = [token_ids] * max(1, self.batch_tokens // len(token_ids))
+        begun = time.perf_counter()
+        aux, last = self.states(rows)[0]
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        pace = len(rows) * len(token_ids) / (time.perf_counter() - begun)
         wanted = torch.cat([own.hidden_states[k][0] for k in self.layers], dim=-1)
         logits = self.head(last[-1:])
         for what, found, expected in [("aux", aux, wanted), ("lm_head(last)", logits, own.logits[0])]:
@@ -127,6 +134,7 @@ class HiddenForward:
                     "this architecture treats hidden states in a way that the transformers backend does not know; "
                     "use hidden_states.backend: sglang"
                 )
+        return pace
 
     def close(self) -> None:
         self._tap.close()

@@ -1,6 +1,6 @@
 """Hidden-state capture against the bare forward pass of the same rows: tokens per second of each, and their ratio.
 
-    python tests/bench/hidden_states.py [--model FOLDER] [--rows 24] [--tokens 300] [--threads 2]
+    python tests/bench/hidden_states.py [--model FOLDER] [--rows 48] [--tokens 300] [--threads 2]
 
 Without a model folder, a random model of SmolLM2-135M's size.  The capture is the stage's own: hooks, conversion to
 bfloat16, digests, files and the check against the head.  Both run the same rows in turn, several times, and the best counts.
@@ -27,7 +27,7 @@ from eaglet.targets import Target
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--rows", type=int, default=24)
+    parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
