@@ -70,6 +70,15 @@ def test_flags_that_would_change_the_tokens_or_belong_to_eaglet_are_refused(flag
     assert f"server.arguments.{flag}: is refused" in message
 
 
+def test_min_p_and_deterministic_inference_exclude_each_other():
+    def edit(config):
+        config["server"] = {"engine": "sglang", "arguments": {"enable-deterministic-inference": True}}
+        config["sampling"]["min_p"] = 0.1
+
+    message = refusal(edit)
+    assert "sampling.min_p: 0.1 and server.arguments.enable-deterministic-inference exclude each other" in message
+
+
 def test_all_problems_are_told_at_once():
     def edit(config):
         config["samplng"] = {}

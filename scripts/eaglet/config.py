@@ -104,6 +104,11 @@ def _contradictions(config: Mapping) -> Iterator[str]:
     if server["engine"] == "transformers" and server["arguments"] and not server["url"]:
         yield "server.arguments: these are SGLang's flags; set server.engine: sglang or remove them"
     yield from refused_arguments(server["arguments"])
+    if config["sampling"]["min_p"] and server["arguments"].get("enable-deterministic-inference"):
+        yield (
+            f"sampling.min_p: {config['sampling']['min_p']} and server.arguments.enable-deterministic-inference exclude each other: "
+            "SGLang cannot follow a seed under min_p, and its scheduler dies of such a request; set one of them to 0 or false"
+        )
     if server["token_env"] and not server["url"]:
         yield "server.token_env: only with server.url"
     for name, dataset in config["datasets"].items():
