@@ -201,5 +201,10 @@ def test_a_drafter_that_has_learnt_an_output_drafts_it(tiny_target):
         optimizer.zero_grad()
     learnt = Acceptance()
     for prompt in prompts:
-        learnt.add(decode(target, EagleChain(drafter.eval()), prompt, **options).rounds)
+        decoded = decode(target, EagleChain(drafter.eval()), prompt, **options)
+        learnt.add(decoded.rounds)
+        with torch.inference_mode():
+            target.read_all([*prompt, *decoded.output_ids])
+        known = {"max_new_tokens": 32, "draft_tokens": 4}
+        assert replay(EagleChain(drafter), prompt, decoded.output_ids, target.aux(), **known) == decoded.rounds
     assert learnt.length > 3.3 and learnt.shares[3] > 0.4  # untrained: 1.0 and 0.0

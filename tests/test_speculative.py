@@ -45,7 +45,7 @@ class Oracle:
         self.tokens += tokens
         self.aux.append(aux)
 
-    def propose(self, depth):
+    def propose(self, depth, following=None):
         place = len(self.tokens) - self.prompt + 1
         right = [
             token if not self.wrong or (place + i + 1) % self.wrong else token + 1

@@ -67,12 +67,14 @@ class EagleChain:
         self.known += len(tokens)
         self.logits, self.hidden = logits[:, -1], hidden[:, -1:]  # [1, Vd], [1, 1, H]
 
-    def propose(self, depth: int) -> Draft:
+    def propose(self, depth: int, following: Sequence[int] | None = None) -> Draft:
         tokens: list[int] = []
         logits, hidden = self.logits, self.hidden
         for ahead in range(depth):
             token = self.drafter.to_target_ids(logits.argmax(-1))  # [1]
             tokens.append(int(token))
+            if following is not None and tokens != list(following[: ahead + 1]):
+                return Draft.chain(tokens + [tokens[-1]] * (depth - len(tokens)))  # as long, and its end cannot matter
             if ahead + 1 < depth:
                 position = torch.full((1, 1), self.known + ahead, device=self.device)
                 logits, hidden = self.drafter.step(token[None], hidden, position, self.cache)
@@ -92,7 +94,7 @@ class EagleTree(EagleChain):
         super().__init__(drafter)
         self.branches, self.tokens = branches, tokens
 
-    def propose(self, depth: int) -> Draft:
+    def propose(self, depth: int, following: Sequence[int] | None = None) -> Draft:
         if depth == 0:
             return Draft([], [])
         tokens, parents, scores = [], [], []  # of every node so far
@@ -135,7 +137,7 @@ class PromptLookup:
     def advance(self, tokens: Sequence[int], aux: Tensor) -> None:
         self.tokens += tokens
 
-    def propose(self, depth: int) -> Draft:
+    def propose(self, depth: int, following: Sequence[int] | None = None) -> Draft:
         for length in range(min(LONGEST_MATCH, len(self.tokens) - 1), 0, -1):
             ending = self.tokens[-length:]
             for start in range(len(self.tokens) - length - 1, -1, -1):

@@ -70,8 +70,11 @@ class Proposer(Protocol):
     def start(self, prompt_ids: Sequence[int], first: int, aux: Tensor) -> None:
         """A new sequence: the prompt, the first token after it, and aux [P, 3H] of the prompt's positions."""
 
-    def propose(self, depth: int) -> Draft:
-        """A draft that reaches at most `depth` tokens ahead; it may be empty."""
+    def propose(self, depth: int, following: Sequence[int] | None = None) -> Draft:
+        """A draft that reaches at most `depth` tokens ahead; it may be empty.
+
+        `following`: the tokens that will follow, where they are known (`replay`); what stands behind a wrong token need not be right.
+        """
 
     def advance(self, tokens: Sequence[int], aux: Tensor) -> None:
         """These tokens were added.  aux [len(tokens), 3H] is of the positions in front of each of them."""
@@ -83,7 +86,7 @@ class NoDraft:
     def start(self, prompt_ids: Sequence[int], first: int, aux: Tensor) -> None:
         pass
 
-    def propose(self, depth: int) -> Draft:
+    def propose(self, depth: int, following: Sequence[int] | None = None) -> Draft:
         return Draft([], [])
 
     def advance(self, tokens: Sequence[int], aux: Tensor) -> None:
@@ -284,7 +287,7 @@ def replay(
     at, known, rounds = len(prompt_ids), 1, []  # `known` output tokens; output token i stands at position at + i
     proposer.start(prompt_ids, output_ids[0], aux[:at])
     while known < len(output_ids):
-        draft = proposer.propose(min(draft_tokens, max_new_tokens - known - 1))
+        draft = proposer.propose(min(draft_tokens, max_new_tokens - known - 1), output_ids[known:])
         children, node, accepted = draft.children(), -1, 0
         while known + accepted < len(output_ids):
             following = output_ids[known + accepted]
