@@ -24,9 +24,8 @@ from eaglet.turn_format import TurnFormat
 
 EXCERPTS = 3  # of each reason, in the report
 UNCOUNTED = ("truncated", "repetition_loop")  # what a model does, no fault of capture: no part of max_bad_fraction
-WORKERS = (
-    2  # threads: the work is mostly Arrow's and numpy's, without the GIL, and a process would load the tokenizer again
-)
+# Threads: the work is mostly Arrow's and numpy's, without the GIL, and a process would load the tokenizer again.
+WORKERS = 2
 
 
 @dataclass(frozen=True)
