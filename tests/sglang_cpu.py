@@ -29,11 +29,3 @@ MARKS = [
     ),
     pytest.mark.timeout(2400),
 ]
-
-
-def flags(arguments: dict) -> list[str]:
-    """SGLang's command-line flags of arguments as the config's `server.arguments` has them."""
-    words = []
-    for name, value in arguments.items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return words

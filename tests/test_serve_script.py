@@ -37,6 +37,18 @@ def test_the_script_serves_the_target_with_its_drafter():
     assert not any("reasoning" in word for word in words)
 
 
+def test_flags_and_variables_are_written_as_the_workflows_own_server_gets_them():
+    server = {
+        "arguments": {"json-model-override-args": {"a": 1}, "cuda-graph-bs": [1, 2]},
+        "environment": {"SGLANG_X": True},
+    }
+    script = serve_script(Target("owner/model", revision="a" * 40), PARAMS, server)
+    words = shlex.split(script[script.index("exec") :])
+    assert words[words.index("--json-model-override-args") + 1] == '{"a": 1}'
+    assert words[words.index("--cuda-graph-bs") + 1 :][:2] == ["1", "2"]
+    assert "export SGLANG_X=1\n" in script
+
+
 @pytest.fixture
 def drafter(tmp_path, tiny_target):
     """A folder with serve.sh alone, made for an interpreter that prints its arguments, and the turn format's path."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eaglet.server_command import a_flag_a_line, as_text, flags_of, target_flags
 from eaglet.targets import Target
 
 HERE = "$drafter"  # a variable of the script
@@ -38,23 +39,13 @@ def eagle_arguments(drafter: str | Path, params: Mapping[str, Any]) -> dict[str,
 
 def serve_script(target: Target, params: Mapping[str, Any], server: Mapping[str, Any]) -> str:
     """The text of serve.sh; params: the config's evaluation section, server: of its own, python, arguments, environment."""
-    flags: dict[str, Any] = {"model-path": target.model}
-    flags |= {"revision": target.revision} if target.revision else {}
-    flags |= {"trust-remote-code": True} if target.trust_remote_code else {}
-    flags |= {"chat-template": target.chat_template} if target.chat_template else {}
-    flags |= {**server.get("arguments", {}), **eagle_arguments(HERE, params)}
-    exports = [f"export {name}={shlex.quote(str(value))}\n" for name, value in server.get("environment", {}).items()]
-    words = [
-        _flag(name, [] if value is True else value if isinstance(value, list) else [value])
-        for name, value in flags.items()
-        if value is not None and value is not False
+    exports = [
+        f"export {name}={shlex.quote(as_text(value))}\n" for name, value in server.get("environment", {}).items()
     ]
-    start = f"exec {shlex.quote(server.get('python', 'python'))} -m sglang.launch_server"
-    command = " \\\n  ".join([start, *words, '"$@"']) + "\n"
+    arguments = {**server.get("arguments", {}), **eagle_arguments(HERE, params)}
+    words = [server.get("python", "python"), "-m", "sglang.launch_server"]
+    words += [*target_flags(server, target), *flags_of(arguments)]
+    quoted = [f'"{word}"' if word == HERE else shlex.quote(word) for word in words]
+    command = a_flag_a_line(["exec", *quoted]) + ' \\\n  "$@"\n'
     local = LOCAL_TARGET if Path(target.model).is_dir() else ""
     return "".join([HEAD, local, FIND_DRAFTER, *exports, command])
-
-
-def _flag(name: str, values: list) -> str:
-    quoted = (f'"{HERE}"' if value == HERE else shlex.quote(str(value)) for value in values)
-    return " ".join([f"--{name.replace('_', '-')}", *quoted])

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -107,20 +107,25 @@ class ServerCommand:
 
     def told(self) -> str:
         """The command for people, a flag a line, the environment in front."""
-        words = [f"{name}={_quoted(value)}" for name, value in self.environment.items()]
-        for word in map(_quoted, (*self.argv, *self.tuning_argv)):
-            joins = words and not word.startswith("--") and (words[-1].startswith("--") or "=" not in words[-1])
-            if joins:
-                words[-1] += f" {word}"
-            else:
-                words.append(word)
-        return " \\\n  ".join(words)
+        environment = [f"{name}={_quoted(value)}" for name, value in self.environment.items()]
+        return a_flag_a_line([*environment, *map(_quoted, (*self.argv, *self.tuning_argv))])
+
+
+def a_flag_a_line(words: Iterable[str]) -> str:
+    """A shell command of quoted words, broken before each flag and behind each assignment."""
+    lines: list[str] = []
+    for word in words:
+        if lines and not word.startswith("--") and (lines[-1].startswith("--") or "=" not in lines[-1]):
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return " \\\n  ".join(lines)
 
 
 def server_command(params: Mapping[str, Any], target: Target, tuning: Tuning) -> ServerCommand:
     """The command for the server's section of the config.  Raises ConfigError."""
     arguments = dict(params.get("arguments") or {})
-    environment = {name: _text(value) for name, value in (params.get("environment") or {}).items()}
+    environment = {name: as_text(value) for name, value in (params.get("environment") or {}).items()}
     if problems := list(refused_arguments(arguments)):
         raise ConfigError("\n".join(problems))
     builders = {"transformers": _embedded, "sglang": _sglang}
@@ -196,7 +201,7 @@ def _embedded(
         argv=(
             sys.executable,
             str(SCRIPTS / "engine_server.py"),
-            *_target_flags(params, target),
+            *target_flags(params, target),
             "--dtype",
             target.dtype,
             "--port",
@@ -216,23 +221,24 @@ def _sglang(
         raise ConfigError(
             f"target.chat_template: SGLang takes {template} for the name of a built-in template; rename it to *.jinja"
         )
-    flags = _target_flags(params, target)
-    if target.dtype != "auto" and "dtype" not in _names(arguments):
+    flags = target_flags(params, target)
+    if target.dtype != "auto" and "dtype" not in by_flag(arguments):
         flags += ["--dtype", target.dtype]
     return ServerCommand(
         argv=(
             *(params.get("python", "python"), "-m", "sglang.launch_server"),
             *flags,
             *("--host", "127.0.0.1", "--port", PORT, "--config", KEY_FILE),
-            *_flags(arguments),
+            *flags_of(arguments),
         ),
         environment=environment,
         identity={},
-        on_gpus=_names(arguments).get("device") != "cpu",
+        on_gpus=by_flag(arguments).get("device") != "cpu",
     )
 
 
-def _target_flags(params: Mapping, target: Target) -> list[str]:
+def target_flags(params: Mapping, target: Target) -> list[str]:
+    """The flags that name the target, and the context where the server's section sets one."""
     flags = ["--model-path", target.model]
     if target.revision:
         flags += ["--revision", target.revision]
@@ -245,21 +251,21 @@ def _target_flags(params: Mapping, target: Target) -> list[str]:
     return flags
 
 
-def _names(arguments: Mapping) -> dict[str, Any]:
+def by_flag(arguments: Mapping) -> dict[str, Any]:
     """Arguments by the spelling of their flags; what follows a `=` belongs to the value."""
     return {name.strip().lstrip("-").replace("_", "-").lower().split("=")[0]: v for name, v in arguments.items()}
 
 
 def refused_arguments(arguments: Mapping) -> Iterator[str]:
     """A line for each flag that must not be used, in any spelling; argparse takes abbreviations for the flag."""
-    for given, name in zip(arguments, _names(arguments), strict=True):
+    for given, name in zip(arguments, by_flag(arguments), strict=True):
         for refused, reason in REFUSED.items():
             if name == refused or refused.startswith(name):
                 known = "" if name == refused else f" (SGLang reads it as --{refused})"
                 yield f"server.arguments.{given}: is refused{known}: {reason}. Remove the key"
 
 
-def _flags(arguments: Mapping) -> Iterator[str]:
+def flags_of(arguments: Mapping) -> Iterator[str]:
     """`{tensor-parallel-size: 8, enable-metrics: true}` as words; false and null leave a flag out, a list gives several values."""
     for name, value in arguments.items():
         if value is None or value is False:
@@ -268,10 +274,11 @@ def _flags(arguments: Mapping) -> Iterator[str]:
         if isinstance(value, dict):
             yield json.dumps(value)
         elif value is not True:
-            yield from (_text(v) for v in (value if isinstance(value, list) else [value]))
+            yield from (as_text(v) for v in (value if isinstance(value, list) else [value]))
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A value of a flag or of an environment variable; yes and no are 1 and 0."""
     return ("1" if value else "0") if isinstance(value, bool) else str(value)
 
 

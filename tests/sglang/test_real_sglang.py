@@ -18,9 +18,9 @@ from eaglet.errors import GuardError
 from eaglet.journal import entries
 from eaglet.records import iter_rows, read_metadata
 from eaglet.row_request import RESERVED_TOKENS
+from eaglet.server_command import flags_of
 from eaglet.server_daemon import free_port
 from sglang_cpu import ARGUMENTS, ENVIRONMENT, MARKS, PYTHON
-from sglang_cpu import flags as sglang_flags
 
 CONTEXT, TOKENS, ROWS = 1024, 24, 24
 GREEDY = {**SETTINGS, "temperature": 0.0, "max_new_tokens": TOKENS}
@@ -39,7 +39,7 @@ class Sglang:
         self.command = [
             *(PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1"),
             *("--port", str(self.port), "--dtype", "float32", "--context-length", str(CONTEXT)),
-            *sglang_flags(ARGUMENTS),
+            *flags_of(ARGUMENTS),
             *flags,
         ]
 
