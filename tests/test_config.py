@@ -70,13 +70,20 @@ def test_flags_that_would_change_the_tokens_or_belong_to_eaglet_are_refused(flag
     assert f"server.arguments.{flag}: is refused" in message
 
 
-def test_min_p_and_deterministic_inference_exclude_each_other():
+@pytest.mark.parametrize("flag", ["enable-deterministic-inference", "enable_deterministic_inference"])
+def test_min_p_and_deterministic_inference_exclude_each_other(flag):
     def edit(config):
-        config["server"] = {"engine": "sglang", "arguments": {"enable-deterministic-inference": True}}
+        config["server"] = {"engine": "sglang", "arguments": {flag: True}}
         config["sampling"]["min_p"] = 0.1
 
     message = refusal(edit)
     assert "sampling.min_p: 0.1 and server.arguments.enable-deterministic-inference exclude each other" in message
+
+
+@pytest.mark.parametrize("field", ["type", "function"])
+def test_fields_around_tools_cannot_replace_the_tools(field):
+    message = refusal(lambda c: c["target"].update(tool_fields={"defer_loading": None, field: {}}))
+    assert f"target.tool_fields.{field}: is refused: it would replace the tool's own" in message
 
 
 def test_all_problems_are_told_at_once():

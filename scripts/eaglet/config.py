@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import ValidationError
 
 from eaglet.errors import ConfigError
-from eaglet.server_command import refused_arguments
+from eaglet.server_command import by_flag, refused_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = ROOT / "config" / "schema.yaml"
@@ -104,7 +104,7 @@ def _contradictions(config: Mapping) -> Iterator[str]:
     if server["engine"] == "transformers" and server["arguments"] and not server["url"]:
         yield "server.arguments: these are SGLang's flags; set server.engine: sglang or remove them"
     yield from refused_arguments(server["arguments"])
-    if config["sampling"]["min_p"] and server["arguments"].get("enable-deterministic-inference"):
+    if config["sampling"]["min_p"] and by_flag(server["arguments"]).get("enable-deterministic-inference"):
         yield (
             f"sampling.min_p: {config['sampling']['min_p']} and server.arguments.enable-deterministic-inference exclude each other: "
             "SGLang cannot follow a seed under min_p, and its scheduler dies of such a request; set one of them to 0 or false"
