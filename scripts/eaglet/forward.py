@@ -118,11 +118,9 @@ class HiddenForward:
         ids = torch.tensor([list(token_ids)], device=self.device)
         own = self.model(input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
         rows = [token_ids] * max(1, self.batch_tokens // len(token_ids))
-        begun = time.perf_counter()
+        begun = self._now()
         aux, last = self.states(rows)[0]
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        pace = len(rows) * len(token_ids) / (time.perf_counter() - begun)
+        pace = len(rows) * len(token_ids) / (self._now() - begun)
         wanted = torch.cat([own.hidden_states[k][0] for k in self.layers], dim=-1)
         logits = self.head(last[-1:])
         for what, found, expected in [("aux", aux, wanted), ("lm_head(last)", logits, own.logits[0])]:
@@ -135,6 +133,12 @@ class HiddenForward:
                     "use hidden_states.backend: sglang"
                 )
         return pace
+
+    def _now(self) -> float:
+        """Seconds, once the device has done what it was asked."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def close(self) -> None:
         self._tap.close()
