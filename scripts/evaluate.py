@@ -21,7 +21,7 @@ import torch
 from eaglet import evaluation_plots, program
 from eaglet.acceptance import Acceptance, by_region, regions_of
 from eaglet.digests import row_seed
-from eaglet.drafter_files import CONFIG, WEIGHTS, load_drafter
+from eaglet.drafter_files import CONFIG, LOG, WEIGHTS, load_drafter
 from eaglet.eagle3 import Eagle3Drafter, initial_drafter
 from eaglet.errors import EvaluationFailed
 from eaglet.files import write_json, write_text
@@ -34,7 +34,6 @@ from eaglet.speculative import Decoded, Greedy, NoDraft, Proposer, Sampling, Tar
 from eaglet.token_sampling import SamplingParams
 from eaglet.turn_format import TurnFormat
 
-LOG = "log.jsonl"  # of the training, where there was one
 # Two kernels may round a sum differently; a larger difference of logits, relative to the largest, is no rounding.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 WARM_UP = 4  # tokens decoded before anything is timed

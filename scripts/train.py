@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from eaglet import draft_vocab, program
 from eaglet.digests import content_key, file_sha256
 from eaglet.draft_vocab import DraftVocab
-from eaglet.drafter_files import CONFIG, WEIGHTS, drafter_config, save_drafter
+from eaglet.drafter_files import CONFIG, LOG, WEIGHTS, drafter_config, save_drafter
 from eaglet.eagle3 import Eagle3Config, Eagle3Drafter, initial_drafter, layer_fits
 from eaglet.errors import RecordError
 from eaglet.files import write_bytes, write_json
@@ -30,7 +30,7 @@ from eaglet.target_weights import embedding_and_head, last_layer
 from eaglet.training import Checkpoints, Reader, Sample, Settings, Trainer, Window, compute_dtype, fit, windows
 from eaglet.turn_format import TurnFormat
 
-LOG, REPORT = "log.jsonl", "report.json"
+REPORT = "report.json"
 LOW_COVERAGE = 0.9  # of held-out output tokens: below it, the drafter cannot write one token in ten
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 CODE = ("eagle3", "training", "draft_vocab", "subset", "target_weights")  # modules whose edit makes a checkpoint stale
@@ -97,7 +97,7 @@ def train(options, accelerator: Accelerator) -> tuple[dict, tuple]:
     params, settings = options.params, Settings.from_params(options.params)
     turn_format = TurnFormat.load(options.turn_format)
     embedding, head = embedding_and_head(turn_format.target)
-    chosen = chosen_rows(options.shards, settings)
+    chosen = None if settings.row_share == 1 else chosen_rows(options.shards, settings)
     data = read_data(options.shards, options.indexes, turn_format, len(embedding), chosen)
     vocab = choose_vocab(data, params.get("draft_vocab_size", 32000))
     config = drafter_config(
@@ -178,9 +178,9 @@ def chosen_rows(shards: Sequence[str], settings: Settings) -> set[str]:
 
 
 def read_data(
-    shards: Sequence[str], indexes: Sequence[str], turn_format: TurnFormat, vocab_size: int, chosen: set[str]
+    shards: Sequence[str], indexes: Sequence[str], turn_format: TurnFormat, vocab_size: int, chosen: set[str] | None
 ) -> Data:
-    """Samples by split, and token counts by split and dataset; of the training rows those that are `chosen`.
+    """Samples by split, and token counts by split and dataset; of the training rows those that are `chosen` (None: all).
 
     Raises RecordError where an index does not belong to its shard, or was made from another target.
     """
@@ -206,7 +206,7 @@ def read_data(
                         f"{row['sample_id']} with {length}; run hidden_states again"
                     )
                 at += 1
-                if row["split"] == "train" and row["sample_id"] not in chosen:
+                if chosen is not None and row["split"] == "train" and row["sample_id"] not in chosen:
                     outside_share += 1
                     continue
                 samples[row["split"]].append(Sample(listed["key"], len(row["prompt_ids"]), length))

@@ -18,6 +18,7 @@ from eaglet.errors import RecordError, TargetError
 from eaglet.files import read_json, write_bytes, write_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+LOG = "log.jsonl"  # beside them where the drafter was trained here
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
