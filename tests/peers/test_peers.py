@@ -105,8 +105,7 @@ def test_an_export_is_read_by_the_peers_own_reader(format_name, tiny_run, tmp_pa
     export.main(["--format", format_name, "--output", str(tmp_path / "export"), *tiny_run.flags])
     found = told_by("read_exports.py", format_name, tmp_path / "export" / "train")
     rows = [row for row in iter_rows(tiny_run.shard, "shard") if row["split"] == "train"]
-    states = {r["key"]: r for r in iter_rows(tiny_run.index, "hidden_index")}
-    keys = {entry["sample_id"]: key for key, entry in states.items()}
+    keys = {entry["sample_id"]: entry["key"] for entry in iter_rows(tiny_run.index, "hidden_index")}
     store = HiddenStore(tiny_run.store / "hidden")
     assert len(found) == len(rows) == 3
     for read, row in zip(found, rows, strict=True):

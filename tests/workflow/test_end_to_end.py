@@ -1,6 +1,7 @@
 """The whole workflow on a tiny target: from prompts to a drafter with a measured acceptance length."""
 
 import json
+import re
 
 import pytest
 
@@ -62,6 +63,17 @@ def test_no_process_of_the_workflow_is_left(finished):
         if str(finished.folder.parent.parent) in " ".join(p.info["cmdline"] or [])
     ]
     assert left == []
+
+
+def test_what_tunes_a_jobs_own_server_is_no_param_of_it(workflow):
+    """Snakemake compares params, and neither hidden states nor an evaluation depend on a time-out."""
+    workflow.config["server"] = {"engine": "sglang", "arguments": {"random-seed": 1}, "request_timeout": 1234}
+    workflow.config["hidden_states"] = {"backend": "sglang"}
+    workflow.config["resources"] = {"gpu": 1}
+    plan = workflow.run("--dry-run").output
+    sections = [json.loads(text) for text in re.findall(r"--server '(.*?)' ", plan)]
+    assert len(sections) == 4  # two shards, the evaluation, serve.sh
+    assert all(section.keys() == {"engine", "python", "arguments", "environment"} for section in sections)
 
 
 def test_a_wrong_config_is_refused_before_any_work(workflow):
