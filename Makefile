@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CORES ?= 2
 
-.PHONY: run test test-long lint format docs bench setup lock test-sglang test-peers clean
+.PHONY: run test test-long lint format docs setup lock test-sglang test-peers clean
 
 run: setup
 	PATH="$(abspath $(BIN)):$$PATH" snakemake --cores $(CORES)
